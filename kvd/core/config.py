@@ -1,0 +1,36 @@
+"""The limits and times that the core needs; `kvd.config` fills them from the settings tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CoreConfig:
+    """Seconds for `_s`, bytes for `_bytes`, counts otherwise."""
+
+    transports: tuple[str, ...] = ("shm", "tcp")
+    """What this daemon may use, best first; one entry means that nothing else will do."""
+
+    release_linger_s: float = 2.0
+    """How long an offer outlives its last fetch, since a router may hand it to several."""
+    lease_max_s: float = 600.0
+    park_max_s: float = 30.0
+    fetch_max_s: float = 600.0
+    attach_timeout_s: float = 10.0
+    tombstone_ttl_s: float = 120.0
+    early_release_ttl_s: float = 30.0
+
+    max_sessions: int = 64
+    max_offers: int = 16_384
+    max_fetches: int = 4_096
+    max_parked: int = 1_024
+    max_tombstones: int = 65_536
+    max_early_releases: int = 4_096
+    max_blocks: int = 2**22
+
+    min_job_bytes: int = 4 * 2**20
+    max_job_bytes: int = 32 * 2**20
+    max_jobs: int = 8
+    """Copy jobs in flight in this daemon, shared fairly between fetches."""
+    max_jobs_per_fetch: int = 4

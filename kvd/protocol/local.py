@@ -1,0 +1,312 @@
+"""Shim <-> daemon messages, over AF_UNIX SOCK_SEQPACKET: one message a frame, at most 64 KiB.
+
+Order on a session: Hello -> Welcome | Refused; then AddSegment (one fd each, or a handle),
+AddFence (one fd), AddLayers (as many as needed), Register -> Registered | Refused; then the rest
+in any order. Long lists are split over several frames: a list is complete when the closing
+message (`Register`, `Extend`/`Seal`, `FetchGo`) names it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from kvd.protocol.types import (
+    U32,
+    U63,
+    Digest,
+    Geometry,
+    Id,
+    LayerLayout,
+    Packed,
+    PeerAddr,
+    Rank,
+    Role,
+    Seconds,
+    SegmentKind,
+    Stages,
+    Struct,
+)
+
+MAX_FRAME = 64 * 1024
+
+
+class LocalMessage(Struct, tag_field="t", tag=lambda name: name):
+    """Base of all messages on the Unix socket."""
+
+
+# --- shim -> daemon -------------------------------------------------------------------------
+
+
+class Hello(LocalMessage):
+    """First frame of a session. `epoch` is new at each start of the engine's process."""
+
+    proto_major: U32
+    proto_minor: U32
+    engine_id: Id
+    epoch: U63
+    rank: Rank
+    role: Role
+    client: str
+
+
+class AddSegment(LocalMessage):
+    """One shareable piece of memory; memfd and vmm carry one fd in the same frame."""
+
+    segment: U32
+    kind: SegmentKind
+    nbytes: U63
+    device: str = "cpu"
+    handle: Annotated[bytes, Meta(max_length=256)] = b""
+
+
+class AddFence(LocalMessage):
+    """The fence table, `slots` 64-bit words in one memfd; carries one fd."""
+
+    slots: U32
+
+
+class AddLayers(LocalMessage):
+    layers: list[LayerLayout]
+
+
+class Register(LocalMessage):
+    """Closes the description of memory: segments, fence table and layers are complete."""
+
+    geometry: Geometry
+    num_blocks: Annotated[int, Meta(ge=1, le=2**32 - 2)]
+
+
+class Offer(LocalMessage):
+    """Opens an offer: the producer will hold KV of `transfer_id` for consumers to fetch.
+
+    `slot`/`word`: the fence table's slot and the value that it holds while this offer lives.
+    `lease_s`: how long it is held if nobody fetches.
+    """
+
+    transfer_id: Id
+    generation: U63
+    slot: U32
+    word: U63
+    lease_s: Seconds
+
+
+class OfferBlocks(LocalMessage):
+    """Block ids of an offer: index `first` of group `group`'s block table and those after it."""
+
+    transfer_id: Id
+    generation: U63
+    group: U32
+    first: U32
+    blocks: Packed
+
+
+class OfferDigests(LocalMessage):
+    """Prompt digests: 16 bytes for each token position in `positions` (packed u32)."""
+
+    transfer_id: Id
+    generation: U63
+    positions: Packed
+    digests: Packed
+
+
+class Extend(LocalMessage):
+    """Tokens `[0, tokens)` are now valid in these layers; `num_layers` 0 means all layers."""
+
+    transfer_id: Id
+    generation: U63
+    tokens: U63
+    first_layer: U32 = 0
+    num_layers: U32 = 0
+
+
+class Seal(LocalMessage):
+    """The offer is complete: all layers are valid for `[0, tokens)`, and no more will come."""
+
+    transfer_id: Id
+    generation: U63
+    tokens: U63
+
+
+class Revoke(LocalMessage):
+    """The producer takes an offer back (its fence word is flipped already)."""
+
+    transfer_id: Id
+    generation: U63
+
+
+class RevokeAll(LocalMessage):
+    """All offers of this session are taken back."""
+
+
+class Fetch(LocalMessage):
+    """Asks for tokens `[start, end)` of a transfer; blocks follow, `FetchGo` starts it.
+
+    `start` is a multiple of the block size; `end` too, or the offer's own end. `digest` is the
+    prompt digest at `end`. `generation` None takes whatever generation is offered. The clock of
+    `deadline_s` starts at FetchGo; `park_s` is how long an unknown transfer is waited for.
+    """
+
+    fetch_id: Id
+    transfer_id: Id
+    generation: U63 | None
+    remote: PeerAddr
+    engine_id: Id
+    start: U63
+    end: U63
+    digest: Digest
+    deadline_s: Seconds
+    park_s: Seconds
+
+
+class FetchBlocks(LocalMessage):
+    """Destination block ids; index 0 is the block that holds token `start`."""
+
+    fetch_id: Id
+    group: U32
+    first: U32
+    blocks: Packed
+
+
+class FetchGo(LocalMessage):
+    fetch_id: Id
+
+
+class Cancel(LocalMessage):
+    """Stop a fetch. FetchDone still comes, when no byte can land any more."""
+
+    fetch_id: Id
+
+
+class Release(LocalMessage):
+    """The consumer does not need this transfer (it holds everything, or gave up)."""
+
+    transfer_id: Id
+    generation: U63 | None
+    remote: PeerAddr
+    engine_id: Id
+
+
+class Renew(LocalMessage):
+    """The consumer still means to fetch this transfer: restart its lease."""
+
+    transfer_id: Id
+    generation: U63 | None
+    remote: PeerAddr
+    engine_id: Id
+
+
+class Ping(LocalMessage):
+    seq: U63
+
+
+class Bye(LocalMessage):
+    """The shim closes in order; the daemon stops its copies, then closes the socket."""
+
+
+# --- daemon -> shim -------------------------------------------------------------------------
+
+
+class Welcome(LocalMessage):
+    """`boot_id` is new at each start of the daemon; `advertise` is what peers may connect to."""
+
+    proto_major: U32
+    proto_minor: U32
+    daemon_id: Id
+    boot_id: U63
+    advertise: PeerAddr
+    version: str
+    draining: bool = False
+
+
+class Refused(LocalMessage):
+    """The session is refused and will be closed."""
+
+    code: str
+    detail: str
+
+
+class Registered(LocalMessage):
+    nbytes: U63
+
+
+class OfferEnded(LocalMessage):
+    """The daemon holds the offer no longer: released | expired | revoked | an error code.
+
+    The shim flips the fence word before it lets the blocks go.
+    """
+
+    transfer_id: Id
+    generation: U63
+    reason: str
+
+
+class FetchDone(LocalMessage):
+    """The end of a fetch, told once, when no byte can land any more.
+
+    `bad`: for each group a bitmap (bit i of byte i//8 = block index i) of the destination
+    blocks that do not hold valid KV in every layer; all zero when `code` is "ok".
+    """
+
+    fetch_id: Id
+    code: str
+    detail: str
+    generation: U63
+    bad: list[bytes]
+    tokens: U63
+    nbytes: U63
+    transport: str
+    stages: Stages
+
+
+class NotifyDone(LocalMessage):
+    """Answer to Release and Renew."""
+
+    transfer_id: Id
+    what: str
+    code: str
+
+
+class Pong(LocalMessage):
+    seq: U63
+
+
+class State(LocalMessage):
+    """Sent when it changes: a draining daemon takes no new offers and fetches."""
+
+    draining: bool
+
+
+FromShim = (
+    Hello
+    | AddSegment
+    | AddFence
+    | AddLayers
+    | Register
+    | Offer
+    | OfferBlocks
+    | OfferDigests
+    | Extend
+    | Seal
+    | Revoke
+    | RevokeAll
+    | Fetch
+    | FetchBlocks
+    | FetchGo
+    | Cancel
+    | Release
+    | Renew
+    | Ping
+    | Bye
+)
+ToShim = (
+    Welcome
+    | Refused
+    | Registered
+    | OfferEnded
+    | FetchDone
+    | NotifyDone
+    | Pong
+    | State
+)

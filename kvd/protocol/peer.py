@@ -1,0 +1,256 @@
+"""Daemon <-> daemon messages, over ZMQ. A consumer's DEALER asks a producer's ROUTER.
+
+Every frame is an `Envelope`: protocol version and the sender's boot id travel with each message,
+so that nothing from a daemon's earlier life is ever taken for its present one.
+A pair of engines is attached once (geometry, memory and transport agreed); fetches ride on the
+attachment.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvd.protocol.types import (
+    U32,
+    U63,
+    Digest,
+    Geometry,
+    Id,
+    LayerLayout,
+    Packed,
+    Port,
+    Rank,
+    Seconds,
+    SegmentKind,
+    Struct,
+    Watermark,
+)
+
+MAX_FRAME = 8 * 2**20
+
+
+class PeerMessage(Struct, tag_field="t", tag=lambda name: name):
+    """Base of all messages between daemons."""
+
+
+# --- consumer's daemon -> producer's daemon -------------------------------------------------
+
+
+class PeerHello(PeerMessage):
+    """First message on a connection; `host` identifies the machine as far as it can be known."""
+
+    daemon_id: Id
+    version: str
+    host: str
+
+
+class Attach(PeerMessage):
+    """Binds a consumer engine's rank to a producer engine's: checked before any data moves.
+
+    `transports`: what the consumer can use, best first.
+    """
+
+    attach_id: Id
+    engine_id: Id
+    consumer_engine_id: Id
+    consumer_epoch: U63
+    rank: Rank
+    geometry: Geometry
+    transports: list[str]
+
+
+class Detach(PeerMessage):
+    attach_id: Id
+
+
+class FetchReq(PeerMessage):
+    fetch_id: Id
+    attach_id: Id
+    transfer_id: Id
+    generation: U63 | None
+    start: U63
+    end: U63
+    digest: Digest
+    park_s: Seconds
+
+
+class FetchClose(PeerMessage):
+    """The consumer is done with a fetch, one way or the other: its `code`, and bytes received.
+
+    Sent only when the consumer's daemon reads nothing of it any more.
+    """
+
+    fetch_id: Id
+    code: str
+    nbytes: U63
+
+
+class PeerRelease(PeerMessage):
+    transfer_id: Id
+    generation: U63 | None
+    engine_id: Id
+
+
+class PeerRenew(PeerMessage):
+    transfer_id: Id
+    generation: U63 | None
+    engine_id: Id
+
+
+class Heartbeat(PeerMessage):
+    seq: U63
+
+
+# --- producer's daemon -> consumer's daemon -------------------------------------------------
+
+
+class PeerWelcome(PeerMessage):
+    """`link`: path of the Unix socket over which daemons on one host pass memory."""
+
+    daemon_id: Id
+    version: str
+    host: str
+    link: str
+    nonce: Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+class PeerRefused(PeerMessage):
+    code: str
+    detail: str
+
+
+class SegmentInfo(Struct):
+    segment: U32
+    kind: SegmentKind
+    nbytes: U63
+    device: str
+    handle: bytes = b""
+
+
+class AttachOk(PeerMessage):
+    """`transport` is the producer's choice among those offered.
+
+    `data_port`: where `tcp` connects, on the host that the consumer already talks to.
+    `memory_key`: names the producer engine's memory on the same-host link.
+    """
+
+    attach_id: Id
+    engine_epoch: U63
+    transport: str
+    num_blocks: U32
+    segments: list[SegmentInfo]
+    layers: list[LayerLayout]
+    fence_slots: U32
+    memory_key: U63
+    data_port: Port | None = None
+
+
+class AttachRefused(PeerMessage):
+    attach_id: Id
+    code: str
+    detail: str
+
+
+class Grant(PeerMessage):
+    """The producer agrees to serve a fetch from one generation.
+
+    `blocks`: for each group, source block ids for indices [start // block_size, ...), as far as
+    known; more come with Progress. `ticket` admits this fetch on a data connection.
+    """
+
+    fetch_id: Id
+    generation: U63
+    ticket: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    fence_slot: U32
+    fence_word: U63
+    blocks: list[Packed]
+    valid: list[Watermark]
+    sealed: bool
+
+
+class FetchRefused(PeerMessage):
+    fetch_id: Id
+    code: str
+    detail: str
+
+
+class Progress(PeerMessage):
+    """More of a granted fetch became valid. `blocks` continue each group's list."""
+
+    fetch_id: Id
+    generation: U63
+    blocks: list[Packed]
+    valid: list[Watermark]
+    sealed: bool
+
+
+class FetchRevoked(PeerMessage):
+    """The generation being fetched is gone. With `again` the fetch is parked for the next one."""
+
+    fetch_id: Id
+    generation: U63
+    code: str
+    again: bool
+
+
+class NotifyResult(PeerMessage):
+    transfer_id: Id
+    what: str
+    code: str
+
+
+class EngineGone(PeerMessage):
+    """A producer engine left: its attachments are void, its memory must be unmapped."""
+
+    engine_id: Id
+    engine_epoch: U63
+
+
+class HeartbeatAck(PeerMessage):
+    seq: U63
+
+
+ToProducer = (
+    PeerHello
+    | Attach
+    | Detach
+    | FetchReq
+    | FetchClose
+    | PeerRelease
+    | PeerRenew
+    | Heartbeat
+)
+ToConsumer = (
+    PeerWelcome
+    | PeerRefused
+    | AttachOk
+    | AttachRefused
+    | Grant
+    | FetchRefused
+    | Progress
+    | FetchRevoked
+    | NotifyResult
+    | EngineGone
+    | HeartbeatAck
+)
+
+
+class ProducerEnvelope(msgspec.Struct, frozen=True, array_like=True):
+    """What a DEALER sends: `epoch` is the sending daemon's boot id."""
+
+    major: U32
+    minor: U32
+    epoch: U63
+    body: ToProducer
+
+
+class ConsumerEnvelope(msgspec.Struct, frozen=True, array_like=True):
+    """What a ROUTER sends."""
+
+    major: U32
+    minor: U32
+    epoch: U63
+    body: ToConsumer

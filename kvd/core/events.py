@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvd.protocol import local, peer
+from kvd.protocol import local
+from kvd.protocol.peer import SegmentInfo, ToConsumer, ToProducer
 from kvd.protocol.types import Geometry, LayerLayout, PeerAddr, Rank, Role
 
 
@@ -31,7 +32,7 @@ class SessionRegistered:
     session: int
     geometry: Geometry
     num_blocks: int
-    segments: tuple[peer.SegmentInfo, ...]
+    segments: tuple[SegmentInfo, ...]
     layers: tuple[LayerLayout, ...]
     fence_slots: int
 
@@ -78,7 +79,7 @@ class PeerMessage:
     """An answer from a producer's daemon."""
 
     peer: PeerAddr
-    message: peer.ToConsumer
+    message: ToConsumer
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class ClientMessage:
     """A request of a consumer's daemon."""
 
     client: int
-    message: peer.ToProducer
+    message: ToProducer
 
 
 @dataclass(frozen=True, slots=True)

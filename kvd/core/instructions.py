@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvd.protocol import local, peer
+from kvd.protocol import local
+from kvd.protocol.peer import AttachOk, ToConsumer, ToProducer
 from kvd.protocol.types import PeerAddr, Watermark
 
 
@@ -56,7 +57,7 @@ class SendPeer:
     """To a producer's daemon; dropped if it is down (PeerDown was or will be an event)."""
 
     peer: PeerAddr
-    message: peer.ToProducer
+    message: ToProducer
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class SendClient:
     """To a consumer's daemon."""
 
     client: int
-    message: peer.ToConsumer
+    message: ToConsumer
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class OpenTransport:
     attach_id: str
     peer: PeerAddr
     session: int
-    answer: peer.AttachOk
+    answer: AttachOk
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Wire messages of kvd: shim <-> daemon (`local`), daemon <-> daemon (`peer`), and what both share."""
+"""Wire messages: shim <-> daemon (`local`), daemon <-> daemon (`peer`), and what both share."""

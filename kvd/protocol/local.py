@@ -32,14 +32,14 @@ from kvd.protocol.types import (
 MAX_FRAME = 64 * 1024
 
 
-class LocalMessage(Struct, tag_field="t", tag=lambda name: name):
+class LocalMessage(Struct, frozen=True, tag_field="t", tag=lambda name: name):
     """Base of all messages on the Unix socket."""
 
 
 # --- shim -> daemon -------------------------------------------------------------------------
 
 
-class Hello(LocalMessage):
+class Hello(LocalMessage, frozen=True):
     """First frame of a session. `epoch` is new at each start of the engine's process."""
 
     proto_major: U32
@@ -51,7 +51,7 @@ class Hello(LocalMessage):
     client: str
 
 
-class AddSegment(LocalMessage):
+class AddSegment(LocalMessage, frozen=True):
     """One shareable piece of memory; memfd and vmm carry one fd in the same frame."""
 
     segment: U32
@@ -61,24 +61,24 @@ class AddSegment(LocalMessage):
     handle: Annotated[bytes, Meta(max_length=256)] = b""
 
 
-class AddFence(LocalMessage):
+class AddFence(LocalMessage, frozen=True):
     """The fence table, `slots` 64-bit words in one memfd; carries one fd."""
 
     slots: U32
 
 
-class AddLayers(LocalMessage):
+class AddLayers(LocalMessage, frozen=True):
     layers: list[LayerLayout]
 
 
-class Register(LocalMessage):
+class Register(LocalMessage, frozen=True):
     """Closes the description of memory: segments, fence table and layers are complete."""
 
     geometry: Geometry
     num_blocks: Annotated[int, Meta(ge=1, le=2**32 - 2)]
 
 
-class Offer(LocalMessage):
+class Offer(LocalMessage, frozen=True):
     """Opens an offer: the producer will hold KV of `transfer_id` for consumers to fetch.
 
     `slot`/`word`: the fence table's slot and the value that it holds while this offer lives.
@@ -92,7 +92,7 @@ class Offer(LocalMessage):
     lease_s: Seconds
 
 
-class OfferBlocks(LocalMessage):
+class OfferBlocks(LocalMessage, frozen=True):
     """Block ids of an offer: index `first` of group `group`'s block table and those after it."""
 
     transfer_id: Id
@@ -102,7 +102,7 @@ class OfferBlocks(LocalMessage):
     blocks: Packed
 
 
-class OfferDigests(LocalMessage):
+class OfferDigests(LocalMessage, frozen=True):
     """Prompt digests: 16 bytes for each token position in `positions` (packed u32)."""
 
     transfer_id: Id
@@ -111,7 +111,7 @@ class OfferDigests(LocalMessage):
     digests: Packed
 
 
-class Extend(LocalMessage):
+class Extend(LocalMessage, frozen=True):
     """Tokens `[0, tokens)` are now valid in these layers; `num_layers` 0 means all layers."""
 
     transfer_id: Id
@@ -121,7 +121,7 @@ class Extend(LocalMessage):
     num_layers: U32 = 0
 
 
-class Seal(LocalMessage):
+class Seal(LocalMessage, frozen=True):
     """The offer is complete: all layers are valid for `[0, tokens)`, and no more will come."""
 
     transfer_id: Id
@@ -129,18 +129,18 @@ class Seal(LocalMessage):
     tokens: U63
 
 
-class Revoke(LocalMessage):
+class Revoke(LocalMessage, frozen=True):
     """The producer takes an offer back (its fence word is flipped already)."""
 
     transfer_id: Id
     generation: U63
 
 
-class RevokeAll(LocalMessage):
+class RevokeAll(LocalMessage, frozen=True):
     """All offers of this session are taken back."""
 
 
-class Fetch(LocalMessage):
+class Fetch(LocalMessage, frozen=True):
     """Asks for tokens `[start, end)` of a transfer; blocks follow, `FetchGo` starts it.
 
     `start` is a multiple of the block size; `end` too, or the offer's own end. `digest` is the
@@ -160,7 +160,7 @@ class Fetch(LocalMessage):
     park_s: Seconds
 
 
-class FetchBlocks(LocalMessage):
+class FetchBlocks(LocalMessage, frozen=True):
     """Destination block ids; index 0 is the block that holds token `start`."""
 
     fetch_id: Id
@@ -169,17 +169,17 @@ class FetchBlocks(LocalMessage):
     blocks: Packed
 
 
-class FetchGo(LocalMessage):
+class FetchGo(LocalMessage, frozen=True):
     fetch_id: Id
 
 
-class Cancel(LocalMessage):
+class Cancel(LocalMessage, frozen=True):
     """Stop a fetch. FetchDone still comes, when no byte can land any more."""
 
     fetch_id: Id
 
 
-class Release(LocalMessage):
+class Release(LocalMessage, frozen=True):
     """The consumer does not need this transfer (it holds everything, or gave up)."""
 
     transfer_id: Id
@@ -188,7 +188,7 @@ class Release(LocalMessage):
     engine_id: Id
 
 
-class Renew(LocalMessage):
+class Renew(LocalMessage, frozen=True):
     """The consumer still means to fetch this transfer: restart its lease."""
 
     transfer_id: Id
@@ -197,18 +197,18 @@ class Renew(LocalMessage):
     engine_id: Id
 
 
-class Ping(LocalMessage):
+class Ping(LocalMessage, frozen=True):
     seq: U63
 
 
-class Bye(LocalMessage):
+class Bye(LocalMessage, frozen=True):
     """The shim closes in order; the daemon stops its copies, then closes the socket."""
 
 
 # --- daemon -> shim -------------------------------------------------------------------------
 
 
-class Welcome(LocalMessage):
+class Welcome(LocalMessage, frozen=True):
     """`boot_id` is new at each start of the daemon; `advertise` is what peers may connect to."""
 
     proto_major: U32
@@ -220,18 +220,18 @@ class Welcome(LocalMessage):
     draining: bool = False
 
 
-class Refused(LocalMessage):
+class Refused(LocalMessage, frozen=True):
     """The session is refused and will be closed."""
 
     code: str
     detail: str
 
 
-class Registered(LocalMessage):
+class Registered(LocalMessage, frozen=True):
     nbytes: U63
 
 
-class OfferEnded(LocalMessage):
+class OfferEnded(LocalMessage, frozen=True):
     """The daemon holds the offer no longer: released | expired | revoked | an error code.
 
     The shim flips the fence word before it lets the blocks go.
@@ -242,7 +242,7 @@ class OfferEnded(LocalMessage):
     reason: str
 
 
-class FetchDone(LocalMessage):
+class FetchDone(LocalMessage, frozen=True):
     """The end of a fetch, told once, when no byte can land any more.
 
     `bad`: for each group a bitmap (bit i of byte i//8 = block index i) of the destination
@@ -260,7 +260,7 @@ class FetchDone(LocalMessage):
     stages: Stages
 
 
-class NotifyDone(LocalMessage):
+class NotifyDone(LocalMessage, frozen=True):
     """Answer to Release and Renew."""
 
     transfer_id: Id
@@ -268,11 +268,11 @@ class NotifyDone(LocalMessage):
     code: str
 
 
-class Pong(LocalMessage):
+class Pong(LocalMessage, frozen=True):
     seq: U63
 
 
-class State(LocalMessage):
+class State(LocalMessage, frozen=True):
     """Sent when it changes: a draining daemon takes no new offers and fetches."""
 
     draining: bool

@@ -32,14 +32,14 @@ from kvd.protocol.types import (
 MAX_FRAME = 8 * 2**20
 
 
-class PeerMessage(Struct, tag_field="t", tag=lambda name: name):
+class PeerMessage(Struct, frozen=True, tag_field="t", tag=lambda name: name):
     """Base of all messages between daemons."""
 
 
 # --- consumer's daemon -> producer's daemon -------------------------------------------------
 
 
-class PeerHello(PeerMessage):
+class PeerHello(PeerMessage, frozen=True):
     """First message on a connection; `host` identifies the machine as far as it can be known."""
 
     daemon_id: Id
@@ -47,7 +47,7 @@ class PeerHello(PeerMessage):
     host: str
 
 
-class Attach(PeerMessage):
+class Attach(PeerMessage, frozen=True):
     """Binds a consumer engine's rank to a producer engine's: checked before any data moves.
 
     `transports`: what the consumer can use, best first.
@@ -62,11 +62,11 @@ class Attach(PeerMessage):
     transports: list[str]
 
 
-class Detach(PeerMessage):
+class Detach(PeerMessage, frozen=True):
     attach_id: Id
 
 
-class FetchReq(PeerMessage):
+class FetchReq(PeerMessage, frozen=True):
     fetch_id: Id
     attach_id: Id
     transfer_id: Id
@@ -77,7 +77,7 @@ class FetchReq(PeerMessage):
     park_s: Seconds
 
 
-class FetchClose(PeerMessage):
+class FetchClose(PeerMessage, frozen=True):
     """The consumer is done with a fetch, one way or the other: its `code`, and bytes received.
 
     Sent only when the consumer's daemon reads nothing of it any more.
@@ -88,26 +88,26 @@ class FetchClose(PeerMessage):
     nbytes: U63
 
 
-class PeerRelease(PeerMessage):
+class PeerRelease(PeerMessage, frozen=True):
     transfer_id: Id
     generation: U63 | None
     engine_id: Id
 
 
-class PeerRenew(PeerMessage):
+class PeerRenew(PeerMessage, frozen=True):
     transfer_id: Id
     generation: U63 | None
     engine_id: Id
 
 
-class Heartbeat(PeerMessage):
+class Heartbeat(PeerMessage, frozen=True):
     seq: U63
 
 
 # --- producer's daemon -> consumer's daemon -------------------------------------------------
 
 
-class PeerWelcome(PeerMessage):
+class PeerWelcome(PeerMessage, frozen=True):
     """`link`: path of the Unix socket over which daemons on one host pass memory."""
 
     daemon_id: Id
@@ -117,12 +117,12 @@ class PeerWelcome(PeerMessage):
     nonce: Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
-class PeerRefused(PeerMessage):
+class PeerRefused(PeerMessage, frozen=True):
     code: str
     detail: str
 
 
-class SegmentInfo(Struct):
+class SegmentInfo(Struct, frozen=True):
     segment: U32
     kind: SegmentKind
     nbytes: U63
@@ -130,7 +130,7 @@ class SegmentInfo(Struct):
     handle: bytes = b""
 
 
-class AttachOk(PeerMessage):
+class AttachOk(PeerMessage, frozen=True):
     """`transport` is the producer's choice among those offered.
 
     `data_port`: where `tcp` connects, on the host that the consumer already talks to.
@@ -148,13 +148,13 @@ class AttachOk(PeerMessage):
     data_port: Port | None = None
 
 
-class AttachRefused(PeerMessage):
+class AttachRefused(PeerMessage, frozen=True):
     attach_id: Id
     code: str
     detail: str
 
 
-class Grant(PeerMessage):
+class Grant(PeerMessage, frozen=True):
     """The producer agrees to serve a fetch from one generation.
 
     `blocks`: for each group, source block ids for indices [start // block_size, ...), as far as
@@ -171,13 +171,13 @@ class Grant(PeerMessage):
     sealed: bool
 
 
-class FetchRefused(PeerMessage):
+class FetchRefused(PeerMessage, frozen=True):
     fetch_id: Id
     code: str
     detail: str
 
 
-class Progress(PeerMessage):
+class Progress(PeerMessage, frozen=True):
     """More of a granted fetch became valid. `blocks` continue each group's list."""
 
     fetch_id: Id
@@ -187,7 +187,7 @@ class Progress(PeerMessage):
     sealed: bool
 
 
-class FetchRevoked(PeerMessage):
+class FetchRevoked(PeerMessage, frozen=True):
     """The generation being fetched is gone. With `again` the fetch is parked for the next one."""
 
     fetch_id: Id
@@ -196,20 +196,20 @@ class FetchRevoked(PeerMessage):
     again: bool
 
 
-class NotifyResult(PeerMessage):
+class NotifyResult(PeerMessage, frozen=True):
     transfer_id: Id
     what: str
     code: str
 
 
-class EngineGone(PeerMessage):
+class EngineGone(PeerMessage, frozen=True):
     """A producer engine left: its attachments are void, its memory must be unmapped."""
 
     engine_id: Id
     engine_epoch: U63
 
 
-class HeartbeatAck(PeerMessage):
+class HeartbeatAck(PeerMessage, frozen=True):
     seq: U63
 
 

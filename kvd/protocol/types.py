@@ -29,7 +29,7 @@ class Struct(msgspec.Struct, frozen=True, array_like=True):
     """Base of all wire values."""
 
 
-class PeerAddr(Struct):
+class PeerAddr(Struct, frozen=True):
     """Where a daemon's ROUTER listens. IPv6 hosts are written without brackets."""
 
     host: Host
@@ -40,7 +40,7 @@ class PeerAddr(Struct):
         return f"{host}:{self.port}"
 
 
-class Rank(Struct):
+class Rank(Struct, frozen=True):
     """One worker process of an engine: pipeline and tensor parallel position."""
 
     pp_rank: U32 = 0
@@ -50,7 +50,7 @@ class Rank(Struct):
     dp_rank: U32 = 0
 
 
-class Region(Struct):
+class Region(Struct, frozen=True):
     """The bytes of one layer's block `b` that lie together: `[offset + b*stride, +nbytes)`.
 
     offset, stride and nbytes are bytes within the segment. A layer that keeps K and V apart has
@@ -63,7 +63,7 @@ class Region(Struct):
     nbytes: U63
 
 
-class LayerLayout(Struct):
+class LayerLayout(Struct, frozen=True):
     """Where one KV layer lies. `group` is the KV cache group whose block table addresses it."""
 
     name: Id
@@ -71,7 +71,7 @@ class LayerLayout(Struct):
     regions: Annotated[list[Region], Meta(min_length=1, max_length=64)]
 
 
-class Geometry(Struct, kw_only=True):
+class Geometry(Struct, frozen=True, kw_only=True):
     """Everything two ranks must agree on. Compared field by field at the handshake.
 
     `layers` are (name, group, bytes per block of each region), in the order that layer indices
@@ -97,7 +97,7 @@ class Geometry(Struct, kw_only=True):
     layers: list[tuple[str, int, list[int]]]
 
 
-class Watermark(Struct):
+class Watermark(Struct, frozen=True):
     """Layers `[first_layer, first_layer + num_layers)` hold valid KV for tokens `[0, tokens)`."""
 
     first_layer: U32
@@ -105,7 +105,7 @@ class Watermark(Struct):
     tokens: U63
 
 
-class Stages(Struct):
+class Stages(Struct, frozen=True):
     """When a fetch passed each stage, in seconds after it was asked; -1 where it never did."""
 
     granted: float = -1.0

@@ -1,0 +1,379 @@
+"""The one settings tree: names, types, bounds, units and what each is for.
+
+`kvd.config` fills it from flags, environment and file; flags and documentation are made from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from kvd import __version__
+from kvd.addresses import (
+    HostPort,
+    Network,
+    check_socket_path,
+    default_socket_path,
+    in_networks,
+    parse_bind,
+    parse_host_port,
+    parse_network,
+)
+from kvd.core.config import CoreConfig
+
+AUTO_TRANSPORTS = ("shm", "tcp")
+"""What `transport = auto` may use, best first."""
+NOT_YET_TRANSPORTS = ("cuda_ipc", "nccl")
+NOT_YET = f"is not available in this version ({__version__})"
+
+_CORE = CoreConfig()
+
+
+def _setting(
+    default: Any, description: str, *, group: str, unit: str = "", shown: str = "", **bounds: Any
+) -> Any:
+    """A field; `shown` stands for a default that is found out at start."""
+    extra: dict[str, Any] = {"group": group, "unit": unit, "shown": shown}
+    return Field(default, description=description, json_schema_extra=extra, **bounds)
+
+
+def _core(name: str, description: str, *, unit: str = "", **bounds: Any) -> Any:
+    """A field whose default is the core's own."""
+    return _setting(
+        getattr(_CORE, name), description, group="Limits and times", unit=unit, **bounds
+    )
+
+
+def _split(value: object) -> object:
+    """A list may be one text with commas, since flags and the environment know only text."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+class Settings(BaseSettings):
+    """All settings of the daemon. Building it reads neither environment nor files."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    # --- where it is reached
+    socket: str = _setting(
+        "",
+        "Unix socket for the engines on this host",
+        group="Addresses",
+        shown="/run/kvd/kvd.sock, else $XDG_RUNTIME_DIR/kvd/kvd.sock, else /tmp/kvd-UID/kvd.sock",
+        validate_default=True,
+    )
+    listen: str = _setting(
+        "127.0.0.1:0",
+        "host:port for other daemons' control messages; port 0 takes a free one",
+        group="Addresses",
+    )
+    advertise: str = _setting(
+        "",
+        "host or host:port that other daemons are told to connect to",
+        group="Addresses",
+        shown="the address that listen is bound to",
+    )
+    data_listen: str = _setting(
+        "",
+        "host:port for the data connections of the tcp transport",
+        group="Addresses",
+        shown="the host of listen, port 0",
+    )
+    metrics: str = _setting(
+        "127.0.0.1:0",
+        'host:port of /metrics, /healthz and /readyz; "" serves none',
+        group="Addresses",
+    )
+    discovery_file: str = _setting(
+        "",
+        'JSON file that says pid and bound addresses, written once the daemon is ready; "" is none',
+        group="Addresses",
+    )
+
+    # --- who may
+    allow_peers: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = _setting(
+        ("127.0.0.0/8", "::1/128"),
+        "networks, with commas between, that other daemons may be in, to ask or to be asked",
+        group="Security",
+    )
+    insecure: bool = _setting(
+        False,
+        "allow addresses that other hosts can reach, although peers are not authenticated",
+        group="Security",
+    )
+
+    # --- how bytes move
+    device: str = _setting("cpu", "memory that the engine's KV cache lies in: cpu", group="Data")
+    transport: Literal["auto", "shm", "tcp", "cuda_ipc", "nccl"] = _setting(
+        "auto",
+        "how KV moves: shm (same host), tcp, or auto (shm where it can, else tcp)",
+        group="Data",
+    )
+    shm_threads: int = _setting(
+        2, "copying threads of the shm transport", group="Data", ge=1, le=64
+    )
+    tcp_streams: int = _setting(
+        2, "connections of the tcp transport to each peer", group="Data", ge=1, le=64
+    )
+    tcp_congestion: str = _setting(
+        "",
+        'congestion control of data connections; "" leaves the system\'s',
+        group="Data",
+        pattern=r"^[a-z0-9_-]{0,15}$",
+    )
+    data_timeout_s: float = _setting(
+        10.0, "a data transfer without progress for this long fails", group="Data", unit="s",
+        gt=0, le=3600,
+    )  # fmt: skip
+
+    # --- peers and life
+    heartbeat_s: float = _setting(
+        1.0, "time between heartbeats to a peer", group="Peers and life", unit="s", ge=0.05, le=60
+    )
+    peer_timeout_s: float = _setting(
+        5.0, "a peer that is silent for this long is taken for dead", group="Peers and life",
+        unit="s", ge=0.1, le=600,
+    )  # fmt: skip
+    connect_timeout_s: float = _setting(
+        5.0, "how long connecting to a peer may take", group="Peers and life", unit="s",
+        gt=0, le=600,
+    )  # fmt: skip
+    drain_timeout_s: float = _setting(
+        30.0, "how long SIGTERM lets running transfers go on", group="Peers and life", unit="s",
+        ge=0, le=3600,
+    )  # fmt: skip
+
+    # --- logs
+    log_format: Literal["auto", "json", "console"] = _setting(
+        "auto", "auto is console on a terminal and json elsewhere", group="Logs"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _setting(
+        "info", "least level that is logged", group="Logs"
+    )
+
+    # --- limits of the shell
+    max_frame_queue: int = _setting(
+        1024, "frames that may wait for one engine or peer that does not read",
+        group="Limits and times", ge=16, le=2**20,
+    )  # fmt: skip
+    max_clients: int = _setting(
+        1024, "daemons that may be connected to this one", group="Limits and times", ge=1, le=2**16
+    )
+    max_data_connections: int = _setting(
+        1024, "data connections that may be open", group="Limits and times", ge=1, le=2**16
+    )
+
+    # --- limits of the core
+    release_linger_s: float = _core(
+        "release_linger_s", "an offer outlives its last fetch by this", unit="s", ge=0, le=600
+    )
+    lease_max_s: float = _core(
+        "lease_max_s", "longest lease that an engine may ask for", unit="s", gt=0, le=86_400
+    )
+    park_max_s: float = _core(
+        "park_max_s", "longest wait for a transfer that is not offered yet", unit="s", ge=0,
+        le=3600,
+    )  # fmt: skip
+    fetch_max_s: float = _core(
+        "fetch_max_s", "longest time that a fetch may take", unit="s", gt=0, le=86_400
+    )
+    attach_timeout_s: float = _core(
+        "attach_timeout_s", "how long two engines may take to agree on their memory", unit="s",
+        gt=0, le=600,
+    )  # fmt: skip
+    tombstone_ttl_s: float = _core(
+        "tombstone_ttl_s", "how long an ended transfer is remembered by name", unit="s", ge=0,
+        le=86_400,
+    )  # fmt: skip
+    early_release_ttl_s: float = _core(
+        "early_release_ttl_s", "how long a release that came before its offer is remembered",
+        unit="s", ge=0, le=3600,
+    )  # fmt: skip
+    failure_cache_s: float = _core(
+        "failure_cache_s", "how long a failed attempt to reach an engine is not repeated",
+        unit="s", ge=0, le=600,
+    )  # fmt: skip
+    fence_grace_s: float = _core(
+        "fence_grace_s", "how long a fetch whose source was revoked waits to hear why",
+        unit="s", ge=0, le=60,
+    )  # fmt: skip
+    peer_idle_s: float = _core(
+        "peer_idle_s", "a peer that nothing used for this long is disconnected", unit="s",
+        gt=0, le=86_400,
+    )  # fmt: skip
+    max_sessions: int = _core("max_sessions", "engine ranks that may be connected", ge=1, le=4096)
+    max_peers: int = _core("max_peers", "daemons that this one may ask", ge=1, le=2**16)
+    max_attachments: int = _core(
+        "max_attachments", "pairs of engines, asking and asked each", ge=1, le=2**20
+    )
+    max_notifies: int = _core(
+        "max_notifies", "releases and renewals on their way to peers", ge=1, le=2**20
+    )
+    max_offers: int = _core("max_offers", "offers that may be open", ge=1, le=2**20)
+    max_fetches: int = _core("max_fetches", "fetches that may be open", ge=1, le=2**20)
+    max_parked: int = _core(
+        "max_parked", "fetches that may wait for their offer", ge=0, le=2**20
+    )
+    max_tombstones: int = _core(
+        "max_tombstones", "ended transfers that are remembered", ge=0, le=2**24
+    )
+    max_early_releases: int = _core(
+        "max_early_releases", "early releases that are remembered", ge=0, le=2**20
+    )
+    max_blocks: int = _core("max_blocks", "KV blocks of one offer", ge=1, le=2**30)
+    min_job_bytes: int = _core(
+        "min_job_bytes", "smaller copies are put together up to this", unit="bytes",
+        ge=4096, le=2**40,
+    )  # fmt: skip
+    max_job_bytes: int = _core(
+        "max_job_bytes", "larger copies are cut at this", unit="bytes", ge=4096, le=2**40
+    )
+    max_jobs: int = _core("max_jobs", "copies that may run at once", ge=1, le=1024)
+    max_jobs_per_fetch: int = _core(
+        "max_jobs_per_fetch", "of them, those of one fetch", ge=1, le=1024
+    )
+    max_jobs_per_attachment: int = _core(
+        "max_jobs_per_attachment", "of them, those of one pair of engines", ge=1, le=1024
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        # Only `kvd.config.load` reads the environment: it knows which source a bad value is from.
+        return (init_settings,)
+
+    @field_validator("socket")
+    @classmethod
+    def _socket(cls, value: str) -> str:
+        return check_socket_path(value or default_socket_path())
+
+    @field_validator("listen")
+    @classmethod
+    def _listen(cls, value: str) -> str:
+        return str(parse_bind(value))
+
+    @field_validator("data_listen", "metrics")
+    @classmethod
+    def _bind(cls, value: str) -> str:
+        return str(parse_bind(value)) if value else ""
+
+    @field_validator("advertise")
+    @classmethod
+    def _advertise(cls, value: str) -> str:
+        if not value:
+            return ""
+        at = parse_host_port(value, default_port=0)
+        if at.is_wildcard or at.host == "*":
+            raise ValueError(f"must be an address that peers can connect to, not {at.host}")
+        return str(at)
+
+    @field_validator("allow_peers")
+    @classmethod
+    def _allow_peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(str(parse_network(v)) for v in value)
+
+    @field_validator("device")
+    @classmethod
+    def _device(cls, value: str) -> str:
+        kind, _, index = value.partition(":")
+        if kind == "cuda" and index.isascii() and index.isdigit():
+            raise ValueError(f"{NOT_YET}; use cpu")
+        if value != "cpu":
+            raise ValueError("must be cpu")
+        return value
+
+    @field_validator("transport")
+    @classmethod
+    def _transport(cls, value: str) -> str:
+        if value in NOT_YET_TRANSPORTS:
+            raise ValueError(f"{NOT_YET}; use one of auto, {', '.join(AUTO_TRANSPORTS)}")
+        return value
+
+    @model_validator(mode="after")
+    def _together(self) -> Settings:
+        if not self.insecure:
+            for name in ("listen", "data_listen"):
+                at = getattr(self, name)
+                if at and not parse_bind(at).is_loopback:
+                    raise ValueError(
+                        f"{name}: {at} can be reached from other hosts, and this version of kvd "
+                        "neither authenticates nor encrypts what daemons say to each other. Keep "
+                        "to a loopback address, or set insecure = true if every host that can "
+                        "reach it is trusted"
+                    )
+        if self.listen_at.is_wildcard and not self.advertise:
+            raise ValueError(
+                f"advertise: must be set, since listen is {self.listen} and peers need an address "
+                "that they can connect to"
+            )
+        if self.peer_timeout_s < 2 * self.heartbeat_s:
+            raise ValueError(
+                f"peer_timeout_s: must be at least twice heartbeat_s ({self.heartbeat_s:g}), "
+                f"got {self.peer_timeout_s:g}"
+            )
+        for small, large in (
+            ("min_job_bytes", "max_job_bytes"),
+            ("max_jobs_per_fetch", "max_jobs"),
+            ("max_jobs_per_attachment", "max_jobs"),
+        ):
+            if getattr(self, small) > getattr(self, large):
+                raise ValueError(
+                    f"{small}: must not be above {large} ({getattr(self, large)}), "
+                    f"got {getattr(self, small)}"
+                )
+        return self
+
+    # --- the same, as their users need them
+
+    @property
+    def listen_at(self) -> HostPort:
+        return parse_bind(self.listen)
+
+    @property
+    def data_listen_at(self) -> HostPort:
+        if not self.data_listen:
+            return HostPort(self.listen_at.host, 0)
+        return parse_bind(self.data_listen)
+
+    @property
+    def metrics_at(self) -> HostPort | None:
+        return parse_bind(self.metrics) if self.metrics else None
+
+    @property
+    def advertise_at(self) -> HostPort | None:
+        """Port 0 stands for the bound one; None for the bound address altogether."""
+        return parse_host_port(self.advertise) if self.advertise else None
+
+    @property
+    def peer_networks(self) -> tuple[Network, ...]:
+        return tuple(parse_network(n) for n in self.allow_peers)
+
+    def allows_peer(self, host: str) -> bool:
+        """Whether the IP address `host` may be a peer."""
+        return in_networks(host, self.peer_networks)
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """What may be used, best first; one that was named is the only one."""
+        return AUTO_TRANSPORTS if self.transport == "auto" else (self.transport,)
+
+    def core(self) -> CoreConfig:
+        """The part of the settings that the core lives by."""
+        names = {f.name for f in fields(CoreConfig)} - {"transports"}
+        return CoreConfig(transports=self.transports, **{n: getattr(self, n) for n in names})

@@ -1,0 +1,1 @@
+"""Daemon to daemon: ROUTER (those who ask us), DEALER (those we ask), and the same-host link."""

@@ -6,6 +6,7 @@ the bench says so; nothing is estimated.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -112,14 +113,13 @@ class Limit:
 
     def measure(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy block `src[i]` to `dst[i]` of every layer, by each method. Raises LimitFailed."""
-        command = b"run %d\n" % len(src)
-        command += np.asarray(src, np.uint32).tobytes() + np.asarray(dst, np.uint32).tobytes()
+        ids = np.asarray([src, dst], np.uint32)
+        view = memoryview(b"run %d\n" % len(src) + ids.tobytes())
         stdin = self._process.stdin
         assert stdin is not None
-        try:
-            stdin.write(command)
-        except BrokenPipeError:
-            pass  # its last words say why
+        with contextlib.suppress(BrokenPipeError):  # its last words say why
+            while view:
+                view = view[os.write(stdin.fileno(), view) :]
         answer = json.loads(self._read_line())
         if not answer["ok"]:
             raise LimitFailed(answer["error"])

@@ -1,0 +1,127 @@
+"""Splitting what the client says into messages that fit into frames."""
+
+from __future__ import annotations
+
+import array
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from connector_shim.errors import ClientError
+from connector_shim.fence import FenceTable
+from connector_shim.memory import MemoryDescription
+from connector_shim.wire import Frame, encode
+from kvd.protocol import local
+from kvd.protocol.codes import Code
+from kvd.protocol.types import NULL_BLOCK, LayerLayout
+
+BLOCKS_PER_FRAME = 8_192
+DIGESTS_PER_FRAME = 2_048
+LAYER_BYTES_PER_FRAME = 32 * 1024
+DIGEST_SIZE = 16
+
+
+def pack_blocks(blocks: Sequence[int], *, group: int, num_blocks: int) -> bytes:
+    """Little-endian u32 ids; NULL_BLOCK stays. Raises ClientError BAD_MEMORY for other ids."""
+    for block in blocks:
+        if not 0 <= block < num_blocks and block != NULL_BLOCK:
+            raise ClientError(
+                Code.BAD_MEMORY, f"block {block} of group {group} is not one of {num_blocks} blocks"
+            )
+    return pack_u32(blocks)
+
+
+def pack_u32(values: Iterable[int]) -> bytes:
+    packed = array.array("I", values)
+    if sys.byteorder != "little":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def registration_frames(memory: MemoryDescription, fence: FenceTable) -> list[Frame]:
+    """AddSegment, AddFence, AddLayers and Register, in order."""
+    frames = [
+        encode(
+            local.AddSegment(
+                segment=s.segment, kind=s.kind, nbytes=s.nbytes, device=s.device, handle=s.handle
+            ),
+            *((s.fd,) if s.fd >= 0 else ()),
+        )
+        for s in memory.segments
+    ]
+    frames.append(encode(local.AddFence(slots=fence.slots), fence.fd))
+    frames += [encode(local.AddLayers(layers=part)) for part in _parts(memory.layers)]
+    frames.append(encode(local.Register(geometry=memory.geometry, num_blocks=memory.num_blocks)))
+    return frames
+
+
+def _parts(layers: Sequence[LayerLayout]) -> Iterator[list[LayerLayout]]:
+    part: list[LayerLayout] = []
+    size = 0
+    for layer in layers:
+        needed = len(msgspec.msgpack.encode(layer))
+        if part and size + needed > LAYER_BYTES_PER_FRAME:
+            yield part
+            part, size = [], 0
+        part.append(layer)
+        size += needed
+    yield part
+
+
+def offer_block_frames(
+    transfer_id: str, generation: int, group: int, first: int, packed: bytes
+) -> list[Frame]:
+    step = 4 * BLOCKS_PER_FRAME
+    return [
+        encode(
+            local.OfferBlocks(
+                transfer_id=transfer_id,
+                generation=generation,
+                group=group,
+                first=first + start // 4,
+                blocks=packed[start : start + step],
+            )
+        )
+        for start in range(0, len(packed), step)
+    ]
+
+
+def digest_frames(transfer_id: str, generation: int, digests: Mapping[int, bytes]) -> list[Frame]:
+    positions = sorted(digests)
+    for position in positions:
+        if len(digests[position]) != DIGEST_SIZE:
+            raise ClientError(
+                Code.BAD_MESSAGE, f"the digest at {position} is not {DIGEST_SIZE} bytes long"
+            )
+    return [
+        encode(
+            local.OfferDigests(
+                transfer_id=transfer_id,
+                generation=generation,
+                positions=pack_u32(positions[start : start + DIGESTS_PER_FRAME]),
+                digests=b"".join(digests[p] for p in positions[start : start + DIGESTS_PER_FRAME]),
+            )
+        )
+        for start in range(0, len(positions), DIGESTS_PER_FRAME)
+    ]
+
+
+def fetch_frames(message: local.Fetch, groups: Sequence[bytes]) -> list[Frame]:
+    """Fetch, its blocks and FetchGo; `groups` are packed ids."""
+    step = 4 * BLOCKS_PER_FRAME
+    frames = [encode(message)]
+    for group, packed in enumerate(groups):
+        frames += [
+            encode(
+                local.FetchBlocks(
+                    fetch_id=message.fetch_id,
+                    group=group,
+                    first=start // 4,
+                    blocks=packed[start : start + step],
+                )
+            )
+            for start in range(0, len(packed), step)
+        ]
+    frames.append(encode(local.FetchGo(fetch_id=message.fetch_id)))
+    return frames

@@ -1,0 +1,87 @@
+"""The daemon's process, as seen from its socket: is it alive, and may it be ended.
+
+A daemon that hangs (stopped, or stuck in a driver call) may still write into this engine's blocks
+when it wakes. Only its exit proves that it will not, so the client may have to bring it about.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import struct
+
+_SO_PEERPIDFD = 77
+_UCRED = struct.Struct("iII")
+
+
+class PeerProcess:
+    """Holds a pidfd, so that a process number which is used again is never taken for the daemon."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        self.pid, self.uid, self.gid = _UCRED.unpack(raw)
+        self._pidfd = _peer_pidfd(sock)
+        if self._pidfd < 0:
+            self._pidfd = _open_pidfd(self.pid)
+
+    def sender_is(self, pid: int) -> None:
+        """Corrects the process: the socket names who called listen(), which may not be the daemon.
+
+        With socket activation that is the service manager; `pid` is who sent the first frame.
+        """
+        if pid == self.pid:
+            return
+        self.close()
+        self.pid = pid
+        self._pidfd = _open_pidfd(pid)
+
+    def kill(self) -> str | None:
+        """Sends SIGKILL; returns why not, or None if it was sent."""
+        if self.pid in (1, os.getpid(), os.getppid()):
+            return f"process {self.pid} is not one to end from here"
+        if self._pidfd < 0:
+            return "its process cannot be seen from here"
+        try:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            return None
+        except OSError as exc:
+            return f"process {self.pid}: {exc.strerror}"
+        return None
+
+    def exited(self) -> bool:
+        """All its threads have ended. False also when that cannot be known."""
+        if self._pidfd < 0:
+            return False
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def fileno(self) -> int | None:
+        """Becomes readable when the process has exited."""
+        return self._pidfd if self._pidfd >= 0 else None
+
+    def close(self) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+def _peer_pidfd(sock: socket.socket) -> int:
+    try:
+        fd = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        return -1
+    os.set_inheritable(fd, False)
+    return fd
+
+
+def _open_pidfd(pid: int) -> int:
+    if pid <= 0:
+        return -1
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return -1

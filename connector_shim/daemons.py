@@ -1,0 +1,75 @@
+"""What the scheduler half knows of its ranks' daemons, and how fresh that is.
+
+The news come with the workers' output of each step. An engine that idles makes no steps, so old
+news say little: before a request relies on them they are asked for again, which costs one empty
+step. Both that wait and the wait for a daemon that is just registering are bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from connector_shim.jobs import Address, RankId, RankState
+
+Answer = Literal["up", "down", "wait"]
+
+
+class DaemonStates:
+    """`ranks`: how many there must be. `clock` gives seconds that never go back."""
+
+    def __init__(
+        self, ranks: int, *, recheck_s: float, wait_s: float, clock: Callable[[], float]
+    ) -> None:
+        self.recheck_s = recheck_s
+        self._ranks = ranks
+        self._wait_s = wait_s
+        self._clock = clock
+        self._states: dict[RankId, RankState] = {}
+        self._heard = float("-inf")
+        self._waiting_since: float | None = None
+        self._pending_since: float | None = None
+
+    def update(self, states: Mapping[RankId, RankState]) -> None:
+        """News from the workers; ranks that are not named keep their state."""
+        self._states.update(states)
+        self._heard = self._clock()
+        self._waiting_since = None
+        if self.problem() is None or not self._pending():
+            self._pending_since = None
+        elif self._pending_since is None:
+            self._pending_since = self._heard
+
+    def problem(self) -> str | None:
+        """Why not all ranks' daemons are up, None when they are."""
+        if len(self._states) < self._ranks:
+            return f"{self._ranks - len(self._states)} of {self._ranks} ranks have not reported"
+        for (pp, tp), state in sorted(self._states.items()):
+            if not state.up:
+                return f"rank pp={pp} tp={tp}: {state.detail or state.phase}"
+        return None
+
+    def ask(self) -> Answer:
+        """Whether a request may rely on the daemons now; "wait" never lasts longer than bounded."""
+        now = self._clock()
+        if now - self._heard > self.recheck_s:
+            if self._waiting_since is None:
+                self._waiting_since = now
+            # No news although steps are made: decide on what is known.
+            if now - self._waiting_since < self._wait_s:
+                return "wait"
+        if self.problem() is None:
+            return "up"
+        if self._pending_since is not None and now - self._pending_since < self._wait_s:
+            return "wait"
+        return "down"
+
+    def addresses(self) -> dict[RankId, Address]:
+        """Where peers reach each rank's daemon."""
+        return {rank: (state.host, state.port) for rank, state in self._states.items()}
+
+    def _pending(self) -> bool:
+        """Whether waiting can help: no rank is down for good, and all have reported."""
+        return len(self._states) >= self._ranks and all(
+            state.phase in ("up", "pending") for state in self._states.values()
+        )

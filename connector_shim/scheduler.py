@@ -1,0 +1,450 @@
+"""The half of the connector that lives beside vLLM's scheduler.
+
+It decides what is fetched and what is offered; it opens no socket and never waits. Requests and
+blocks are vLLM's own objects, of whichever version; only attributes that all have are read.
+No method raises because of what a request carries: the request goes on without kvd, and the
+reason is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from connector_shim.daemons import DaemonStates
+from connector_shim.jobs import (
+    FetchJob,
+    OfferJob,
+    RankId,
+    RankState,
+    RankTable,
+    ReleaseJob,
+    StepJobs,
+    pack_blocks,
+    pack_u32,
+)
+from connector_shim.params import (
+    ParamsError,
+    RemotePrefill,
+    offer_params,
+    parse_remote_prefill,
+    wanted_transfer_id,
+    wants,
+)
+from connector_shim.prompts import finished_well, prompt_digest, unfit
+from connector_shim.settings import ShimSettings
+from connector_shim.tally import Tally
+
+log = logging.getLogger("vllm.kvd.scheduler")
+
+NULL_BLOCK_ID = 0
+"""vLLM's null block: it stands for what a sliding window has left behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """What the scheduler half must know of its engine. `num_blocks` counts the whole pool."""
+
+    engine_id: str
+    block_size: int
+    num_blocks: int
+    num_groups: int
+    pp_size: int = 1
+    tp_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What was promised for a request when the scheduler last asked."""
+
+    start: int
+    end: int
+    remote: RemotePrefill
+
+
+_WAIT = _Plan(0, 0, RemotePrefill("", None, "", (), None))
+"""Stands for: ask again in the next step."""
+
+
+class _NotThisOne(Exception):
+    """Why kvd does nothing for one request."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(f"{kind}: {detail}")
+        self.kind = kind
+        self.detail = detail
+
+
+class SchedulerHalf:
+    """`disabled`: why this engine cannot use kvd at all; it then serves without, for ever."""
+
+    def __init__(
+        self,
+        shape: EngineShape,
+        settings: ShimSettings,
+        *,
+        disabled: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        started_ns: int | None = None,
+    ) -> None:
+        self.shape = shape
+        self.settings = settings
+        self.disabled = disabled
+        self.tally = Tally(log)
+        self.daemons = DaemonStates(
+            shape.pp_size * shape.tp_size,
+            recheck_s=settings.recheck_s,
+            wait_s=settings.daemon_wait_s,
+            clock=clock,
+        )
+        # Generations and fetch ids of an earlier life of this engine are never given out again.
+        started = (time.time_ns() if started_ns is None else started_ns) // 1000
+        self._generation = started
+        self._fetch_prefix = f"{started:x}"
+        self._num_fetches = 0
+        self._seq = 0
+
+        # By request id; every request is taken out when it has blocks or has finished.
+        self._plans: dict[str, _Plan] = {}
+        self._reasons: dict[str, _NotThisOne] = {}
+        self._receiving: dict[str, str] = {}
+        self._held: dict[str, int] = {}
+        self._held_blocks = 0
+
+        self._fetches: list[FetchJob] = []
+        self._offers: list[OfferJob] = []
+        self._cancels: dict[str, None] = {}
+        self._releases: list[ReleaseJob] = []
+        self._revoke_all = False
+        if disabled:
+            log.error("kvd: this engine serves without KV transfer: %s", disabled)
+
+    # --- consumer ---------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens to be loaded beyond the `num_computed_tokens` that are here, and "async".
+
+        (None, False) asks the scheduler to come again in its next step. Changes nothing that a
+        second call would notice, since vLLM asks at every step until the request has blocks.
+        """
+        req_id = request.request_id
+        self._plans.pop(req_id, None)
+        self._reasons.pop(req_id, None)
+        try:
+            plan = self._plan(request, num_computed_tokens)
+        except _NotThisOne as reason:
+            self._reasons[req_id] = reason
+        except ParamsError as error:
+            self._reasons[req_id] = _NotThisOne(f"params_{error.kind}", error.detail)
+        except Exception as error:
+            log.exception("kvd: a request is served without KV transfer")
+            self._reasons[req_id] = _NotThisOne("internal", f"while planning a fetch: {error!r}")
+        else:
+            if plan is _WAIT:
+                return None, False
+            if plan is not None:
+                self._plans[req_id] = plan
+                return plan.end - plan.start, True
+        return 0, False
+
+    def _plan(self, request: Any, computed: int) -> _Plan | None:
+        params = request.kv_transfer_params
+        consumer = wants(params, "do_remote_prefill")
+        producer = wants(params, "do_remote_decode")
+        if self.disabled or not (consumer or producer):
+            return None
+        plan = self._remote_plan(request, params, computed) if consumer else None
+        if plan is None and not producer:
+            return None
+        # A producer asks as well: what it offers at its end relies on the same news.
+        state = self.daemons.ask()
+        if state == "wait":
+            return _WAIT
+        if plan is not None and state == "down":
+            raise _NotThisOne("daemon_down", f"prefilled here: {self.daemons.problem()}")
+        return plan
+
+    def _remote_plan(self, request: Any, params: Mapping[str, Any], computed: int) -> _Plan | None:
+        remote = parse_remote_prefill(params)
+        reason = unfit(request)
+        if reason:
+            raise _NotThisOne(f"unfit_{reason}", f"request {request.request_id!r}")
+        block_size = self.shape.block_size
+        end = fetch_end(request.num_prompt_tokens, remote.num_tokens, block_size)
+        if computed >= end:
+            return None
+        if computed % block_size:
+            raise _NotThisOne("unaligned_start", f"{computed} tokens are held here already")
+        missing = self._missing_ranks(remote.ranks)
+        if missing:
+            raise _NotThisOne("missing_ranks", missing)
+        return _Plan(computed, end, remote)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Blocks are given: fetch into them, or let the producer go when nothing is needed."""
+        plan = self._plans.pop(request.request_id, None)
+        known_reason = self._note_reason(request.request_id)
+        params = request.kv_transfer_params
+        asked = _clear_flag(params)
+        if num_external_tokens > 0:
+            self._fetch(request, blocks, num_external_tokens, plan)
+        elif asked:
+            self._release(params, known_reason)
+
+    def _note_reason(self, req_id: str) -> bool:
+        reason = self._reasons.pop(req_id, None)
+        if reason is not None:
+            self.tally.note(reason.kind, reason.detail)
+        return reason is not None
+
+    def _fetch(self, request: Any, blocks: Any, num_tokens: int, plan: _Plan | None) -> None:
+        self._num_fetches += 1
+        fetch_id = f"{self._fetch_prefix}-{self._num_fetches}"
+        try:
+            job = self._fetch_job(request, blocks, num_tokens, plan, fetch_id)
+        except Exception as error:
+            # The scheduler counts on this load now: it must end, so it ends in failure.
+            log.exception("kvd: a fetch fails before it starts")
+            self.tally.note("internal", "while preparing a fetch")
+            job = FetchJob(
+                request.request_id, fetch_id, "", None, "", (), 0, 0,
+                blocks=tuple(pack_blocks(ids) for ids in fresh_blocks(blocks)),
+                digest=bytes(16), doomed=f"internal: {error}",
+            )  # fmt: skip
+        self._receiving[request.request_id] = fetch_id
+        self._fetches.append(job)
+
+    def _fetch_job(
+        self, request: Any, blocks: Any, num_tokens: int, plan: _Plan | None, fetch_id: str
+    ) -> FetchJob:
+        if plan is None:
+            raise ValueError(f"{num_tokens} tokens to load that kvd did not promise")
+        end = plan.start + num_tokens
+        # The scheduler may have cut what was promised, but only at a block boundary.
+        if end > plan.end or (end != plan.end and end % self.shape.block_size):
+            raise ValueError(f"{num_tokens} tokens to load of [{plan.start}, {plan.end})")
+        first = plan.start // self.shape.block_size
+        last = -(-end // self.shape.block_size)
+        tables = []
+        for group, table in enumerate(blocks.blocks):
+            wanted = list(table[first:last])
+            if len(wanted) != last - first:
+                raise ValueError(f"group {group} has {len(table)} blocks, {last} are needed")
+            if any(b.block_hash is not None and not b.is_null for b in wanted):
+                raise ValueError(f"group {group}: a block to be written is shared already")
+            tables.append(pack_blocks(None if b.is_null else b.block_id for b in wanted))
+        return FetchJob(
+            req_id=request.request_id,
+            fetch_id=fetch_id,
+            transfer_id=plan.remote.transfer_id,
+            generation=plan.remote.generation,
+            engine_id=plan.remote.engine_id,
+            ranks=plan.remote.ranks,
+            start=plan.start,
+            end=end,
+            blocks=tuple(tables),
+            digest=prompt_digest(request, end).at([end])[0],
+        )
+
+    def _release(self, params: Mapping[str, Any], noted: bool = False) -> None:
+        if self.disabled:
+            return
+        try:
+            remote = parse_remote_prefill(params)
+        except ParamsError as error:
+            if not noted:
+                self.tally.note(f"params_{error.kind}", error.detail)
+            return
+        self._releases.append(
+            ReleaseJob(remote.transfer_id, remote.generation, remote.engine_id, remote.ranks)
+        )
+
+    def _missing_ranks(self, ranks: RankTable) -> str:
+        named = {rank for rank, _ in ranks}
+        for pp in range(self.shape.pp_size):
+            for tp in range(self.shape.tp_size):
+                if (pp, tp) not in named:
+                    return f"the params name no producer for rank pp={pp} tp={tp}"
+        return ""
+
+    # --- producer, and the end of every request ---------------------------------------------
+
+    def request_finished(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """(keep the blocks until finished_sending, kv_transfer_params of the response)."""
+        req_id = request.request_id
+        self._plans.pop(req_id, None)
+        known_reason = self._note_reason(req_id)
+        try:
+            if req_id in self._receiving:
+                self._cancels[req_id] = None
+                return False, None
+            params = request.kv_transfer_params
+            if _clear_flag(params):
+                self._release(params, known_reason)
+                return False, None
+            if not wants(params, "do_remote_decode") or not finished_well(request):
+                return False, None
+            return self._offer(request, params, block_ids)
+        except ParamsError as error:
+            self.tally.note(f"params_{error.kind}", error.detail)
+        except Exception:
+            log.exception("kvd: the KV of a request is not offered")
+            self.tally.note("internal", "while preparing an offer")
+        return False, None
+
+    def _offer(
+        self, request: Any, params: Mapping[str, Any], block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        reason = self._not_offered(request)
+        if reason:
+            self.tally.note(reason[0], f"not offered: {reason[1]}")
+            return False, None
+        tokens = valid_tokens(request)
+        num_blocks = -(-tokens // self.shape.block_size)
+        tables = [list(group[:num_blocks]) for group in block_ids]
+        if tokens <= 0 or not tables or any(len(t) < num_blocks for t in tables):
+            return False, None
+        held = sum(1 for table in tables for block in table if block != NULL_BLOCK_ID)
+        limit = self.settings.max_held_fraction * self.shape.num_blocks
+        if self._held_blocks + held > limit:
+            self.tally.note(
+                "held_too_many",
+                f"{self._held_blocks} blocks are held for consumers, {held} more would pass "
+                f"max_held_fraction={self.settings.max_held_fraction:g}",
+            )
+            return False, None
+        digest = prompt_digest(request, tokens)
+        positions = digest.boundaries(self.shape.block_size, tokens)
+        transfer_id = wanted_transfer_id(params, request.request_id)
+        self._generation += 1
+        job = OfferJob(
+            req_id=request.request_id,
+            transfer_id=transfer_id,
+            generation=self._generation,
+            tokens=tokens,
+            blocks=tuple(
+                pack_blocks(None if block == NULL_BLOCK_ID else block for block in table)
+                for table in tables
+            ),
+            positions=pack_u32(positions),
+            digests=b"".join(digest.at(positions)),
+        )
+        answer = offer_params(
+            transfer_id=transfer_id,
+            generation=self._generation,
+            request_id=request.request_id,
+            engine_id=self.shape.engine_id,
+            tokens=tokens,
+            block_ids=tables,
+            ranks=self.daemons.addresses(),
+            tp_size=self.shape.tp_size,
+        )
+        self._offers.append(job)
+        self._held[request.request_id] = held
+        self._held_blocks += held
+        return True, answer
+
+    def _not_offered(self, request: Any) -> tuple[str, str] | None:
+        if self.disabled:
+            return "disabled", self.disabled
+        problem = self.daemons.problem()
+        if problem:
+            return "daemon_down", problem
+        reason = unfit(request, consumer=False)
+        return (f"unfit_{reason}", f"request {request.request_id!r}") if reason else None
+
+    # --- each step --------------------------------------------------------------------------
+
+    def take_jobs(self) -> StepJobs:
+        """The jobs since the last call; empty ones too, so that workers see each step."""
+        self._seq += 1
+        jobs = StepJobs(
+            seq=self._seq,
+            fetches=tuple(self._fetches),
+            offers=tuple(self._offers),
+            cancels=tuple(self._cancels),
+            releases=tuple(self._releases),
+            revoke_all=self._revoke_all,
+        )
+        self._fetches.clear()
+        self._offers.clear()
+        self._cancels.clear()
+        self._releases.clear()
+        self._revoke_all = False
+        return jobs
+
+    def worker_output(
+        self, finished_sending: Iterable[str], finished_recving: Iterable[str]
+    ) -> None:
+        """What all workers have finished; vLLM tells it before it acts on it."""
+        for req_id in finished_sending:
+            self._held_blocks -= self._held.pop(req_id, 0)
+        for req_id in finished_recving:
+            self._receiving.pop(req_id, None)
+            self._cancels.pop(req_id, None)
+
+    def update_daemons(self, states: Mapping[RankId, RankState]) -> None:
+        """News of the ranks' daemons."""
+        self.daemons.update(states)
+
+    def reset_cache(self) -> bool:
+        """The engine's KV is void: take all offers back, and those not handed over yet too."""
+        self._revoke_all = True
+        return True
+
+    def statistics(self) -> dict[str, int]:
+        """Gauges and counts, for tests and metrics."""
+        return {
+            "held_blocks": self._held_blocks,
+            "offers": len(self._held),
+            "receiving": len(self._receiving),
+            "planned": len(self._plans),
+            **{f"noted_{kind}": count for kind, count in self.tally.counts.items()},
+        }
+
+
+def fetch_end(prompt_tokens: int, remote_tokens: int | None, block_size: int) -> int:
+    """The token position where a fetch ends: a block boundary, or the producer's own end.
+
+    A producer that holds more than this prompt (it generated some tokens, say) is asked for whole
+    blocks only, because the rest of its last block belongs to tokens of its own.
+    """
+    if remote_tokens is None:
+        return prompt_tokens
+    if remote_tokens <= prompt_tokens:
+        return remote_tokens
+    return prompt_tokens // block_size * block_size
+
+
+def valid_tokens(request: Any) -> int:
+    """How many tokens of a finished request have KV: never the last one that was sampled."""
+    with_kv = max(request.num_prompt_tokens, request.num_tokens - 1)
+    return int(min(request.num_computed_tokens, with_kv))
+
+
+def fresh_blocks(blocks: Any) -> list[list[int]]:
+    """Per group, ids of the blocks that hold nothing yet; all of them where none does."""
+    tables = []
+    for table in blocks.blocks:
+        real = [block for block in table if not block.is_null]
+        fresh = [block.block_id for block in real if block.block_hash is None]
+        tables.append(fresh or [block.block_id for block in real])
+    return tables
+
+
+def _clear_flag(params: Any) -> bool:
+    """Take do_remote_prefill out of the params, so that KV is asked for once; was it set?"""
+    try:
+        if not wants(params, "do_remote_prefill"):
+            return False
+        params["do_remote_prefill"] = False
+    except (ParamsError, TypeError):
+        return False
+    return True

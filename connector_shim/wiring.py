@@ -1,0 +1,172 @@
+"""From vLLM's configuration to the two halves. What differs between vLLM versions is asked here."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from connector_shim.errors import ClientError
+from connector_shim.geometry import build_geometry
+from connector_shim.layout import describe_kv_caches, unsupported_groups
+from connector_shim.memory import MemoryDescription
+from connector_shim.scheduler import EngineShape, SchedulerHalf
+from connector_shim.settings import ShimSettings
+from connector_shim.worker import WorkerHalf
+from kvd.protocol.types import Rank
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+log = logging.getLogger("vllm.kvd")
+
+
+def build_scheduler_half(
+    vllm_config: Any, kv_cache_config: Any, failures_by_id: bool
+) -> SchedulerHalf:
+    """`failures_by_id`: this vLLM can be told which request's load failed (0.30 and later).
+
+    Raises ValueError for what the operator must change.
+    """
+    settings = _settings(vllm_config, kv_cache_config, failures_by_id)
+    parallel = vllm_config.parallel_config
+    groups = kv_cache_config.kv_cache_groups
+    shape = EngineShape(
+        engine_id=str(vllm_config.kv_transfer_config.engine_id),
+        block_size=int(groups[0].kv_cache_spec.block_size) if groups else 1,
+        num_blocks=int(kv_cache_config.num_blocks),
+        num_groups=len(groups),
+        pp_size=int(parallel.pipeline_parallel_size),
+        tp_size=int(parallel.tensor_parallel_size),
+    )
+    return SchedulerHalf(shape, settings, disabled=_disabled(vllm_config, kv_cache_config))
+
+
+def build_worker_half(vllm_config: Any, kv_cache_config: Any, failures_by_id: bool) -> WorkerHalf:
+    """Raises ValueError for what the operator must change."""
+    settings = _settings(vllm_config, kv_cache_config, failures_by_id)
+    return WorkerHalf(
+        _rank(vllm_config),
+        len(kv_cache_config.kv_cache_groups),
+        settings,
+        degraded=_disabled(vllm_config, kv_cache_config),
+    )
+
+
+def start_worker(
+    worker: WorkerHalf,
+    vllm_config: Any,
+    kv_cache_config: Any,
+    kv_caches: Mapping[str, torch.Tensor],
+) -> None:
+    """Share the KV memory and connect to the daemon. Whatever fails degrades, with its reason."""
+    if worker.degraded:
+        worker.degrade(worker.degraded)
+        return
+    try:
+        layout = describe_kv_caches(kv_caches, kv_cache_config)
+    except ClientError as error:
+        worker.degrade(error.detail)
+        return
+    try:
+        geometry = build_geometry(
+            vllm_config, kv_cache_config, layout, worker.rank, worker.settings.model_name
+        )
+        memory = MemoryDescription(
+            segments=layout.segments,
+            layers=layout.layers,
+            geometry=geometry,
+            num_blocks=int(kv_cache_config.num_blocks),
+        )
+        worker.start(_connect(worker, vllm_config), memory)
+    except ClientError as error:
+        worker.degrade(error.detail)
+    except Exception as error:
+        log.exception("kvd: the worker half could not start")
+        worker.degrade(f"internal: {error!r}")
+    finally:
+        # The client keeps descriptors of its own.
+        layout.close()
+
+
+def _connect(worker: WorkerHalf, vllm_config: Any) -> Any:
+    from connector_shim.client import Client
+    from connector_shim.paths import resolve_socket
+
+    settings = worker.settings
+    path = resolve_socket(settings.socket or None, local_rank=_local_rank(vllm_config))
+    return Client(
+        path,
+        engine_id=str(vllm_config.kv_transfer_config.engine_id),
+        rank=worker.rank,
+        role="both",
+        client=f"vllm {_vllm_version()}",
+        connect_timeout_s=settings.connect_timeout_s,
+        daemon_hang_s=settings.daemon_hang_s,
+    )
+
+
+def _settings(vllm_config: Any, kv_cache_config: Any, failures_by_id: bool) -> ShimSettings:
+    settings = ShimSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+    logging.getLogger("vllm.kvd").setLevel(settings.log_level.upper())
+    if kv_cache_config is None:
+        raise ValueError("KvdConnector needs the KV cache configuration, which vLLM did not give")
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        raise ValueError(
+            "KvdConnector does not support enable_sleep_mode: the daemon would keep the memory "
+            "of a sleeping engine and read stale KV after it wakes"
+        )
+    if len(kv_cache_config.kv_cache_groups) > 1 and not failures_by_id:
+        raise ValueError(
+            f"KvdConnector cannot report failed loads to vLLM {_vllm_version()} with "
+            f"{len(kv_cache_config.kv_cache_groups)} KV cache groups: leave the hybrid KV cache "
+            "manager off (do not pass --no-disable-hybrid-kv-cache-manager), or use vLLM 0.30 or "
+            "later"
+        )
+    return settings
+
+
+def _disabled(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Why this engine's KV cannot be moved at all, "" if it can."""
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = int(getattr(parallel, name, 1) or 1)
+        if size > 1:
+            return f"{name} is {size}: blocks of interleaved tokens are not supported"
+    return unsupported_groups(kv_cache_config)
+
+
+def _rank(vllm_config: Any) -> Rank:
+    from vllm.distributed import parallel_state
+
+    parallel = vllm_config.parallel_config
+    tp_size = int(parallel.tensor_parallel_size)
+    try:
+        tp_rank = int(parallel_state.get_tp_group().rank_in_group)
+        pp_rank = int(parallel_state.get_pp_group().rank_in_group)
+    except AssertionError:  # no process groups: a single process
+        pp_rank, tp_rank = divmod(int(parallel.rank), tp_size)
+    return Rank(
+        pp_rank=pp_rank,
+        pp_size=int(parallel.pipeline_parallel_size),
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        dp_rank=int(parallel.data_parallel_rank),
+    )
+
+
+def _local_rank(vllm_config: Any) -> int:
+    from vllm.distributed import parallel_state
+
+    try:
+        return int(parallel_state.get_world_group().local_rank)
+    except AssertionError:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _vllm_version() -> str:
+    import vllm
+
+    return str(vllm.__version__)

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 MAX_SOCKET_PATH = 107
 """Bytes of path that fit into a Unix socket's address, without the closing NUL."""
-
-LINK_SUFFIX = ".link"
-"""Appended to the daemon's socket path: the socket that daemons on one host share memory by."""
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -123,17 +120,8 @@ def parse_network(text: str) -> Network:
     raise ValueError(f"has {text!r}, which names a host within a network; write {loose}")
 
 
-def in_networks(host: str, networks: Iterable[Network]) -> bool:
-    """Whether the IP address `host` lies in one of the networks; a name never does."""
-    ip = parse_ip(host)
-    return ip is not None and any(ip.version == n.version and ip in n for n in networks)
-
-
 def check_socket_path(path: str) -> str:
-    """The absolute path of a Unix socket, if it and its `.link` neighbour can be bound.
-
-    Raises ValueError.
-    """
+    """The absolute path of a Unix socket, if it is one that can be bound. Raises ValueError."""
     full = os.path.abspath(os.path.expanduser(path))
     nbytes = len(os.fsencode(full))
     if "\0" in path:
@@ -143,11 +131,6 @@ def check_socket_path(path: str) -> str:
     if nbytes > MAX_SOCKET_PATH:
         raise ValueError(
             f"has {nbytes} bytes, more than the {MAX_SOCKET_PATH} that a Unix socket allows: {full}"
-        )
-    if nbytes + len(LINK_SUFFIX) > MAX_SOCKET_PATH:
-        raise ValueError(
-            f"has {nbytes} bytes; with {LINK_SUFFIX!r}, the socket next to it, it is longer than "
-            f"the {MAX_SOCKET_PATH} that a Unix socket allows: {full}"
         )
     return full
 

@@ -19,10 +19,8 @@ from pydantic_settings import (
 from kvd import __version__
 from kvd.addresses import (
     HostPort,
-    Network,
     check_socket_path,
     default_socket_path,
-    in_networks,
     parse_bind,
     parse_host_port,
     parse_network,
@@ -359,14 +357,6 @@ class Settings(BaseSettings):
     def advertise_at(self) -> HostPort | None:
         """Port 0 stands for the bound one; None for the bound address altogether."""
         return parse_host_port(self.advertise) if self.advertise else None
-
-    @property
-    def peer_networks(self) -> tuple[Network, ...]:
-        return tuple(parse_network(n) for n in self.allow_peers)
-
-    def allows_peer(self, host: str) -> bool:
-        """Whether the IP address `host` may be a peer."""
-        return in_networks(host, self.peer_networks)
 
     @property
     def transports(self) -> tuple[str, ...]:

@@ -1,0 +1,237 @@
+"""/metrics, /healthz and /readyz over HTTP.
+
+Whoever reaches the port may be slow, silent or greedy: each connection serves one request, lives
+at most CONNECTION_S seconds whatever it does, and only MAX_CONNECTIONS of them are open at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import cast
+
+import structlog
+from aiohttp import web
+
+from kvd.addresses import HostPort
+from kvd.local.listener import BindError
+from kvd.metrics import Metrics
+from kvd.protocol.codes import Code
+
+log = structlog.get_logger("kvd.http")
+
+CONNECTION_S = 15.0
+MAX_CONNECTIONS = 64
+MAX_BODY = 64 * 1024
+MAX_LINE = 4096
+CLOSE_TIMEOUT_S = 2.0
+
+Reasons = Callable[[], Mapping[str, str]]
+"""What speaks against it, by name; nothing when all is well."""
+
+
+def bind_tcp(setting: str, at: HostPort, backlog: int = 128) -> socket.socket:
+    """A listening, non-blocking TCP socket. Raises BindError that names setting and address."""
+    family = socket.AF_INET6 if ":" in at.host else socket.AF_INET
+    try:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as e:
+        raise BindError(f"{setting}: cannot make a socket for {at}: {e.strerror}") from None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if at.is_wildcard else 1)
+        sock.bind(socket.getaddrinfo(at.host, at.port, family, socket.SOCK_STREAM)[0][4])
+        sock.listen(backlog)
+        sock.setblocking(False)
+    except OSError as e:
+        sock.close()
+        raise BindError(f"{setting}: cannot listen on {at}: {_why(e, at)}") from None
+    return sock
+
+
+def _why(error: OSError, at: HostPort) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            return f"port {at.port} is in use; choose another, or 0 for a free one"
+        case errno.EADDRNOTAVAIL:
+            return f"{at.host} is not an address of this host"
+        case errno.EACCES:
+            return f"port {at.port} needs privilege; choose one above 1023"
+        case code if code is not None and not isinstance(error, socket.gaierror):
+            return os.strerror(code)
+        case _:
+            return str(error)
+
+
+class HttpServer:
+    """The endpoints of one daemon. `ready` and `healthy` are asked at each request."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        ready: Reasons,
+        healthy: Reasons = dict,
+        connection_s: float = CONNECTION_S,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
+        self._metrics = metrics
+        self._ready = ready
+        self._healthy = healthy
+        self._connection_s = connection_s
+        self._max_connections = max_connections
+        self._open: set[_Bounded] = set()
+        self._server: asyncio.Server | None = None
+        self._runner: web.AppRunner | None = None
+        self.address: HostPort | None = None
+        """Where it listens; the port is the real one."""
+
+    @property
+    def connections(self) -> int:
+        """Connections that are open now."""
+        return len(self._open)
+
+    async def start(self, at: HostPort) -> HostPort:
+        """Listens; returns the bound address. Raises BindError."""
+        sock = bind_tcp("metrics", at)
+        app = web.Application(client_max_size=MAX_BODY)
+        app.router.add_get("/metrics", self._get_metrics)
+        app.router.add_get("/healthz", self._get_healthz)
+        app.router.add_get("/readyz", self._get_readyz)
+        app.on_response_prepare.append(_one_request)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            handle_signals=False,
+            max_line_size=MAX_LINE,
+            max_field_size=MAX_LINE,
+            lingering_time=1.0,
+        )
+        try:
+            await self._runner.setup()
+            self._server = await asyncio.get_running_loop().create_server(self._accept, sock=sock)
+        except BaseException:
+            sock.close()
+            await self.aclose()
+            raise
+        self.address = HostPort(at.host, sock.getsockname()[1])
+        return self.address
+
+    def _accept(self) -> asyncio.Protocol:
+        assert self._runner is not None
+        assert self._runner.server is not None
+        if len(self._open) >= self._max_connections:
+            self._metrics.dropped("http", "max_connections")
+            return _Refusing()
+        return _Bounded(self._runner.server(), self._open, self._metrics, self._connection_s)
+
+    async def aclose(self) -> None:
+        """Stops listening and ends every connection, within CLOSE_TIMEOUT_S."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for connection in tuple(self._open):
+            connection.abort()
+        if self._runner is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._runner.cleanup()
+            self._runner = None
+        self.address = None
+
+    # --- endpoints --------------------------------------------------------------------------
+
+    async def _get_metrics(self, request: web.Request) -> web.Response:
+        body, content_type = self._metrics.render(request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    async def _get_healthz(self, _request: web.Request) -> web.Response:
+        # That this runs at all says that the loop ticks.
+        return _verdict("healthy", self._healthy)
+
+    async def _get_readyz(self, _request: web.Request) -> web.Response:
+        return _verdict("ready", self._ready)
+
+
+def _verdict(name: str, ask: Reasons) -> web.Response:
+    try:
+        reasons = dict(ask())
+    except Exception as e:
+        log.error("probe_failed", probe=name, exc_info=e)
+        reasons = {str(Code.INTERNAL): repr(e)}
+    return web.json_response(
+        {name: not reasons, "reasons": reasons},
+        status=503 if reasons else 200,
+        dumps=lambda value: json.dumps(value, default=str),
+    )
+
+
+async def _one_request(_request: web.Request, response: web.StreamResponse) -> None:
+    response.force_close()
+    response.headers["Connection"] = "close"
+    response.headers["Cache-Control"] = "no-store"
+    response.headers["X-Content-Type-Options"] = "nosniff"
+
+
+class _Refusing(asyncio.Protocol):
+    """One connection too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
+class _Bounded(asyncio.Protocol):
+    """Hands everything to aiohttp's protocol, and cuts the connection when its time is over.
+
+    aiohttp bounds neither the time that a client takes for its request's head nor the time that
+    it takes to read the answer.
+    """
+
+    def __init__(
+        self, inner: asyncio.Protocol, peers: set[_Bounded], metrics: Metrics, seconds: float
+    ) -> None:
+        self._inner = inner
+        self._peers = peers
+        self._metrics = metrics
+        self._seconds = seconds
+        self._transport: asyncio.WriteTransport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+        self._peers.add(self)
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._expire)
+        self._inner.connection_made(transport)
+
+    def _expire(self) -> None:
+        self._metrics.dropped("http", "timeout")
+        self.abort()
+
+    def abort(self) -> None:
+        """Closes without waiting for what is still to be written."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._peers.discard(self)
+        self._inner.connection_lost(exc)

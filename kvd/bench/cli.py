@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 from collections.abc import Sequence
@@ -148,6 +149,8 @@ def execute(args: argparse.Namespace) -> int:
         err.print(f"kvd bench: {error.detail}", style="red", markup=False, highlight=False)
         return EXIT_CONFIG
     except (BenchFailed, LimitFailed, ProcessFailed, OSError) as error:
+        if args.json:
+            print(json.dumps({"verified": False, "error": str(error)}))
         err.print(f"kvd bench: {error}", style="red", markup=False, highlight=False)
         return EXIT_FAILED
     except KeyboardInterrupt:

@@ -293,7 +293,12 @@ static void job_verify(size_t thread)
     atomic_fetch_add(&wrong_words, bad);
 }
 
-static void measure(const char *method, void (*job)(size_t), int first)
+struct result {
+    const char *method;
+    double seconds, cpu_seconds;
+};
+
+static struct result measure(const char *method, void (*job)(size_t))
 {
     run_threads(job_wipe);
     double cpu = seconds(CLOCK_PROCESS_CPUTIME_ID), start = seconds(CLOCK_MONOTONIC);
@@ -304,8 +309,7 @@ static void measure(const char *method, void (*job)(size_t), int first)
     run_threads(job_verify);
     if (atomic_load(&wrong_words))
         fail("%zu wrong words after %s", atomic_load(&wrong_words), method);
-    printf("%s{\"method\": \"%s\", \"seconds\": %.9f, \"cpu_seconds\": %.9f}", first ? "" : ", ",
-           method, took, cpu);
+    return (struct result){method, took, cpu};
 }
 
 static void read_ids(void)
@@ -374,16 +378,21 @@ int main(int argc, char **argv)
         start_threads(threads);
     }
     while (scanf("run %zu", &count) == 1 && getchar() == '\n') {
+        struct result results[2];
+        size_t n = 0;
         read_ids();
-        printf("{\"ok\": true, \"congestion\": \"%s\", \"runs\": [", congestion);
         if (tcp) {
-            measure("tcp", job_tcp, 1);
+            results[n++] = measure("tcp", job_tcp);
         } else {
             copy = copy_plain;
-            measure("memcpy", job_copy, 1);
+            results[n++] = measure("memcpy", job_copy);
             if ((copy = copy_stream()))
-                measure("nontemporal", job_copy, 0);
+                results[n++] = measure("nontemporal", job_copy);
         }
+        printf("{\"ok\": true, \"congestion\": \"%s\", \"runs\": [", congestion);
+        for (size_t i = 0; i < n; i++)
+            printf("%s{\"method\": \"%s\", \"seconds\": %.9f, \"cpu_seconds\": %.9f}",
+                   i ? ", " : "", results[i].method, results[i].seconds, results[i].cpu_seconds);
         printf("]}\n");
         fflush(stdout);
     }

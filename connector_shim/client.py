@@ -11,36 +11,31 @@ import fcntl
 import secrets
 import select
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import Literal, Self
 
+from connector_shim.consumer import ConsumerCalls
 from connector_shim.errors import ClientError
 from connector_shim.events import Event
 from connector_shim.fence import FenceTable
-from connector_shim.frames import (
-    DIGEST_SIZE,
-    digest_frames,
-    fetch_frames,
-    offer_block_frames,
-    pack_blocks,
-    registration_frames,
-)
+from connector_shim.frames import registration_frames
 from connector_shim.memory import MemoryDescription
 from connector_shim.paths import resolve_socket
+from connector_shim.producer import ProducerCalls
 from connector_shim.session import Phase, Session
 from connector_shim.tracking import OfferKey, Tracker
 from connector_shim.wire import Frame, encode
 from kvd.protocol import local
 from kvd.protocol.codes import Code
-from kvd.protocol.types import PeerAddr, Rank, Role
+from kvd.protocol.types import Rank, Role
 from kvd.protocol.version import PROTO_MAJOR, PROTO_MINOR
 
 ClientState = Literal["down", "connecting", "registering", "up", "draining"]
 
 
-class Client:
+class Client(ProducerCalls, ConsumerCalls):
     """One engine rank's connection to its daemon.
 
     `path`: the daemon's socket (`{local_rank}` is replaced); None looks at KVD_SOCKET, /run/kvd,
@@ -48,6 +43,8 @@ class Client:
     each start of the engine. `daemon_hang_s`: a daemon that is silent for so long is given up,
     and killed if fetches are out that it might still be writing. `fence_slots` bounds the offers,
     `max_fetches` the fetches, `max_queue_frames` and `max_queue_bytes` what waits for the socket.
+    Raises ClientError: BAD_MESSAGE for an id or a rank that cannot be, UNSUPPORTED for a path that
+    no socket can have.
     """
 
     def __init__(
@@ -82,7 +79,10 @@ class Client:
         self._closed = False
         self._fetch_prefix = secrets.token_hex(6)
         self._fetch_count = 0
-        resolve_socket(path, local_rank=local_rank)
+        # Mistakes of the caller are told here; whatever may change later is left to `poll`.
+        encode(self._hello())
+        if path:
+            resolve_socket(path, local_rank=local_rank)
         self._tracker = Tracker(max_fetches=max_fetches)
         self._session = Session(
             tracker=self._tracker,
@@ -222,200 +222,6 @@ class Client:
             poller.register(fd, select.POLLIN | (select.POLLOUT if writing else 0))
         poller.poll(max(1, int(seconds * 1000)))
 
-    # --- producer ------------------------------------------------------------------------------
-
-    def offer(
-        self,
-        transfer_id: str,
-        generation: int,
-        *,
-        blocks: Sequence[Sequence[int]] = (),
-        digests: Mapping[int, bytes] | None = None,
-        tokens: int | None = None,
-        lease_s: float,
-    ) -> None:
-        """Promises that these blocks hold KV of the transfer, until OfferEnded or `revoke`.
-
-        `blocks[g]`: group g's block table from its start, `digests`: 16 bytes for each token
-        position. With `tokens` all layers are valid for `[0, tokens)` now and nothing will follow;
-        without, `extend` and `seal` say so later. `lease_s`: how long it is held for a consumer.
-        Raises ClientError and changes nothing: DAEMON_GONE, DRAINING, NOT_REGISTERED, OVERLOADED,
-        DUPLICATE, BAD_MEMORY, BAD_MESSAGE.
-        """
-        self._check_usable()
-        packed = self._pack(blocks)
-        key = (transfer_id, generation)
-        slot, word = self._tracker.open_offer(key, self._clock(), lease_s)
-        try:
-            frames = [
-                encode(
-                    local.Offer(
-                        transfer_id=transfer_id,
-                        generation=generation,
-                        slot=slot,
-                        word=word,
-                        lease_s=lease_s,
-                    )
-                )
-            ]
-            for group, part in enumerate(packed):
-                frames += offer_block_frames(transfer_id, generation, group, 0, part)
-            frames += digest_frames(transfer_id, generation, digests or {})
-            if tokens is not None:
-                frames.append(encode(local.Seal(transfer_id, generation, tokens)))
-            self._session.push(frames)
-        except BaseException:
-            self._tracker.forget_offer(key)
-            raise
-
-    def extend_blocks(
-        self, transfer_id: str, generation: int, *, group: int, first: int, blocks: Sequence[int]
-    ) -> bool:
-        """More of group's block table, from index `first` on. False if the offer has ended."""
-        packed = pack_blocks(blocks, group=group, num_blocks=self._num_blocks())
-        frames = offer_block_frames(transfer_id, generation, group, first, packed)
-        return self._say(transfer_id, generation, frames)
-
-    def extend_digests(
-        self, transfer_id: str, generation: int, digests: Mapping[int, bytes]
-    ) -> bool:
-        """More digests, by token position. False if the offer has ended."""
-        return self._say(transfer_id, generation, digest_frames(transfer_id, generation, digests))
-
-    def extend(
-        self,
-        transfer_id: str,
-        generation: int,
-        *,
-        tokens: int,
-        first_layer: int = 0,
-        num_layers: int = 0,
-    ) -> bool:
-        """Tokens `[0, tokens)` are valid in these layers (0 layers: in all). False if it ended."""
-        message = local.Extend(transfer_id, generation, tokens, first_layer, num_layers)
-        return self._say(transfer_id, generation, [encode(message)])
-
-    def seal(self, transfer_id: str, generation: int, *, tokens: int) -> bool:
-        """All layers are valid for `[0, tokens)`, and no more comes. False if it has ended."""
-        return self._say(
-            transfer_id, generation, [encode(local.Seal(transfer_id, generation, tokens))]
-        )
-
-    def revoke(self, transfer_id: str, generation: int) -> bool:
-        """Takes an offer back: when this returns, its blocks may be written. False if it ended.
-
-        OfferEnded (revoked) is told by the next `poll`.
-        """
-        if not self._tracker.holds((transfer_id, generation)):
-            return False
-        self._tracker.end_offer((transfer_id, generation), Code.REVOKED)
-        if self._session.usable:
-            self._session.push([encode(local.Revoke(transfer_id, generation))], urgent=True)
-        return True
-
-    def revoke_all(self) -> int:
-        """`revoke` of every offer; returns how many there were."""
-        count = self._tracker.end_all_offers(Code.REVOKED)
-        if count and self._session.usable:
-            self._session.push([encode(local.RevokeAll())], urgent=True)
-        return count
-
-    def _say(self, transfer_id: str, generation: int, frames: Sequence[Frame]) -> bool:
-        if not self._tracker.touch_offer((transfer_id, generation), self._clock()):
-            return False
-        self._session.push(frames)
-        return True
-
-    # --- consumer ------------------------------------------------------------------------------
-
-    def fetch(
-        self,
-        transfer_id: str,
-        *,
-        remote: PeerAddr,
-        engine_id: str,
-        start: int,
-        end: int,
-        blocks: Sequence[Sequence[int]],
-        digest: bytes,
-        generation: int | None = None,
-        deadline_s: float,
-        park_s: float,
-        fetch_id: str | None = None,
-    ) -> str:
-        """Asks for tokens `[start, end)` into these blocks; returns the fetch's id.
-
-        `blocks[g][0]` is group g's block that holds token `start`; `remote` is the producer's
-        daemon, `engine_id` the producer. The blocks belong to the daemon until FetchDone. Raises
-        ClientError and changes nothing: DAEMON_GONE, DRAINING, NOT_REGISTERED, OVERLOADED,
-        DUPLICATE, BAD_MEMORY, BAD_MESSAGE.
-        """
-        self._check_usable()
-        packed = self._pack(blocks)
-        if len(digest) != DIGEST_SIZE:
-            raise ClientError(Code.BAD_MESSAGE, f"a digest has {DIGEST_SIZE} bytes")
-        if fetch_id is None:
-            self._fetch_count += 1
-            fetch_id = f"{self._fetch_prefix}-{self._fetch_count}"
-        self._tracker.check_fetch(fetch_id)
-        message = local.Fetch(
-            fetch_id=fetch_id,
-            transfer_id=transfer_id,
-            generation=generation,
-            remote=remote,
-            engine_id=engine_id,
-            start=start,
-            end=end,
-            digest=digest,
-            deadline_s=deadline_s,
-            park_s=park_s,
-        )
-        self._session.push(fetch_frames(message, packed))
-        self._tracker.open_fetch(fetch_id, packed, self._clock(), deadline_s)
-        return fetch_id
-
-    def cancel(self, fetch_id: str) -> bool:
-        """Asks for the end of a fetch; FetchDone still comes. False if it ended or was asked."""
-        if not self._tracker.cancel_fetch(fetch_id):
-            return False
-        if self._session.usable:
-            self._session.push([encode(local.Cancel(fetch_id))], urgent=True)
-        return True
-
-    def release(
-        self,
-        transfer_id: str,
-        *,
-        remote: PeerAddr,
-        engine_id: str,
-        generation: int | None = None,
-    ) -> None:
-        """Tells the producer that this transfer is not needed (any more). Answer: NotifyDone.
-
-        Raises ClientError DAEMON_GONE, NOT_REGISTERED or OVERLOADED; the producer's lease frees
-        the blocks then.
-        """
-        self._notify("release", local.Release(transfer_id, generation, remote, engine_id))
-
-    def renew(
-        self,
-        transfer_id: str,
-        *,
-        remote: PeerAddr,
-        engine_id: str,
-        generation: int | None = None,
-    ) -> None:
-        """Starts the producer's lease again. Answer: NotifyDone. Raises as `release` does."""
-        self._notify("renew", local.Renew(transfer_id, generation, remote, engine_id))
-
-    def _notify(self, what: str, message: local.Release | local.Renew) -> None:
-        if not self._session.usable:
-            raise self._unusable()
-        frame = encode(message)
-        self._tracker.check_notify()
-        self._session.push([frame])
-        self._tracker.open_notify(message.transfer_id, what, self._clock())
-
     # --- the end -------------------------------------------------------------------------------
 
     def close(self, timeout: float = 2.0) -> bool:
@@ -454,39 +260,6 @@ class Client:
             rank=self.rank,
             role=self.role,
             client=self._name,
-        )
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClientError(Code.CANCELLED, "the client is closed")
-
-    def _check_usable(self) -> None:
-        self._check_open()
-        if not self._session.usable:
-            raise self._unusable()
-        if self._session.draining:
-            raise ClientError(Code.DRAINING, "the daemon is draining and takes nothing new")
-
-    def _unusable(self) -> ClientError:
-        if self.state == "registering" and self._memory is None:
-            return ClientError(Code.NOT_REGISTERED, "no memory was described yet")
-        return self.last_error or ClientError(
-            Code.DAEMON_GONE, f"the daemon does not take work: {self.state}"
-        )
-
-    def _num_blocks(self) -> int:
-        return self._memory.num_blocks if self._memory is not None else 0
-
-    def _pack(self, blocks: Sequence[Sequence[int]]) -> tuple[bytes, ...]:
-        assert self._memory is not None
-        if len(blocks) > self._memory.num_groups:
-            raise ClientError(
-                Code.BAD_MEMORY,
-                f"{len(blocks)} groups of blocks, but the memory has {self._memory.num_groups}",
-            )
-        return tuple(
-            pack_blocks(ids, group=group, num_blocks=self._memory.num_blocks)
-            for group, ids in enumerate(blocks)
         )
 
 

@@ -30,8 +30,8 @@ import mmap
 import os
 import platform
 import sys
-import threading
 import time
+from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
 
@@ -44,7 +44,7 @@ WORD = 8
 # Not yet named by the `fcntl` module of Python 3.11.
 _F_SEAL_FUTURE_WRITE = 0x0010
 
-_MEMBARRIER_SYSCALL = {"aarch64": 283, "riscv64": 283}
+_MEMBARRIER_SYSCALL = {"aarch64": 283}
 _MEMBARRIER_CMD_QUERY = 0
 _MEMBARRIER_CMD_GLOBAL_EXPEDITED = 1 << 1
 
@@ -155,7 +155,7 @@ def _seal(fd: int) -> None:
 
 def _find_barrier(machine: str) -> Callable[[], None]:
     if machine in ("x86_64", "AMD64"):
-        lock = threading.Lock()
+        lock = allocate_lock()
 
         def locked_instruction() -> None:
             with lock:

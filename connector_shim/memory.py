@@ -160,7 +160,8 @@ def layout_string(
 ) -> str:
     """Order of the axes within a block, outermost first: "kv,head,token,dim".
 
-    It is meant for `Geometry.layout`. Axes of extent 1 are left out: they move no byte, and their strides mean nothing.
+    For `Geometry.layout`. Axes of extent 1 are left out: they move no byte, and their strides
+    mean nothing.
     """
     within = [
         (strides_bytes[axis], axes[axis])

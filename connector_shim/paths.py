@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Mapping
@@ -41,9 +42,7 @@ def resolve_socket(
     paths = candidates(env)
     chosen = next((p for p in paths if os.path.exists(p)), None)
     if chosen is None:
-        if os.access(SYSTEM_DIR, os.W_OK):
-            return check_length(paths[0])
-        return check_length(paths[1] if len(paths) > 2 else paths[-1])
+        return check_length(next(filter(_can_be_made, paths), paths[-1]))
     if os.path.dirname(chosen) == _shared_tmp_dir():
         _check_private(os.path.dirname(chosen))
     return check_length(chosen)
@@ -60,13 +59,32 @@ def check_length(path: str) -> str:
     return path
 
 
-def no_daemon(path: str, why: str) -> str:
-    """Words for an engine's log when no daemon answers at `path`."""
-    return f"no kvd daemon at {path}: {why}. Start one with: kvd serve --socket {path}"
+def why_not(path: str, exc: OSError) -> tuple[Code, str]:
+    """For an engine's log: why there is no connection, and what can be done about it."""
+    if exc.errno in (errno.EACCES, errno.EPERM):
+        try:
+            owner = f"it belongs to uid {os.stat(path).st_uid}"
+        except OSError:
+            owner = "its folder may not be entered"
+        return (
+            Code.PEER_NOT_ALLOWED,
+            f"no access to the daemon's socket {path}: {owner}, this engine runs as uid "
+            f"{os.geteuid()}. Run both as one user, or give them a common group",
+        )
+    return (
+        Code.DAEMON_GONE,
+        f"no kvd daemon at {path}: {exc.strerror}. Start one with: kvd serve --socket {path}",
+    )
 
 
 def _shared_tmp_dir() -> str:
     return f"/tmp/kvd-{os.geteuid()}"  # noqa: S108 - checked by _check_private
+
+
+def _can_be_made(path: str) -> bool:
+    """As the daemon decides where it listens: its folder, or the folder's parent, is writable."""
+    folder = os.path.dirname(path)
+    return os.access(folder if os.path.exists(folder) else os.path.dirname(folder), os.W_OK)
 
 
 def _check_private(folder: str) -> None:

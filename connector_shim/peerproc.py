@@ -6,11 +6,14 @@ when it wakes. Only its exit proves that it will not, so the client may have to 
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
 import socket
 import struct
+
+log = logging.getLogger(__name__)
 
 _SO_PEERPIDFD = 77
 _UCRED = struct.Struct("iII")
@@ -25,6 +28,8 @@ class PeerProcess:
         self._pidfd = _peer_pidfd(sock)
         if self._pidfd < 0:
             self._pidfd = _open_pidfd(self.pid)
+        self._killed = False
+        self._told = False
 
     def sender_is(self, pid: int) -> None:
         """Corrects the process: the socket names who called listen(), which may not be the daemon.
@@ -37,8 +42,25 @@ class PeerProcess:
         self.pid = pid
         self._pidfd = _open_pidfd(pid)
 
-    def kill(self) -> str | None:
-        """Sends SIGKILL; returns why not, or None if it was sent."""
+    def end(self, why: str, num_fetches: int) -> bool:
+        """Kills it, once; True if that was now. Where it is not allowed, that is logged, once."""
+        if self._killed:
+            return False
+        why_not = self._kill()
+        if why_not is None:
+            self._killed = True
+            log.warning("kvd: %s: killed its process %d", why, self.pid)
+            return True
+        if not self._told:
+            self._told = True
+            log.error(
+                "kvd: %s and may not be killed from here (%s); the blocks of %d fetches stay "
+                "held until it answers or exits", why, why_not, num_fetches,
+            )  # fmt: skip
+        return False
+
+    def _kill(self) -> str | None:
+        """Returns why it cannot be killed, or None if the signal was sent."""
         if self.pid in (1, os.getpid(), os.getppid()):
             return f"process {self.pid} is not one to end from here"
         if self._pidfd < 0:

@@ -16,9 +16,6 @@ that was stopped for a minute must not take its daemon for dead on waking up.
 
 from __future__ import annotations
 
-import errno
-import logging
-import os
 import random
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -28,14 +25,12 @@ import msgspec
 
 from connector_shim.errors import ClientError
 from connector_shim.events import Down, Up
-from connector_shim.paths import no_daemon
+from connector_shim.paths import why_not
 from connector_shim.tracking import Tracker
 from connector_shim.wire import Frame, Garbled, PeerClosed, Wire, encode
 from kvd.protocol import local
 from kvd.protocol.codes import Code
 from kvd.protocol.version import PROTO_MAJOR
-
-log = logging.getLogger(__name__)
 
 MAX_READS = 1_024
 """Frames read in one go, so that a daemon which floods us cannot keep the engine's step."""
@@ -96,8 +91,6 @@ class Session:
         self._waited_s = 0.0
         self._leave_limit_s = 0.0
         self._trusted = True
-        self._killed = False
-        self._kill_told = False
 
     # --- what the client asks ------------------------------------------------------------------
 
@@ -171,15 +164,15 @@ class Session:
         except BlockingIOError:
             self._failed(now, Code.OVERLOADED, f"the daemon at {self._path} accepts no one now")
         except OSError as exc:
-            self._failed(now, *_why_not(self._path, exc))
+            self._failed(now, *why_not(self._path, exc))
         else:
             self._wire = wire
             self._tracker.new_session()
-            self._trusted, self._killed, self._registered = True, False, False
+            self._trusted, self._registered = True, False
             self._waited_s = 0.0
             self._forget_silence(now)
             self.phase = Phase.GREETING
-            wire.outbox.push([encode(self._hello())])
+            wire.outbox.push([encode(self._hello())], urgent=True)
 
     def _failed(self, now: float, code: Code, detail: str) -> None:
         self._schedule_retry(now)
@@ -280,6 +273,8 @@ class Session:
         self.phase = Phase.UP
         self._count("registrations")
         self._tracker.tell(Up(self.welcome, restarted))
+        if self.draining != self.welcome.draining:
+            self._tracker.tell(local.State(draining=self.draining))
 
     # --- watching ------------------------------------------------------------------------------
 
@@ -296,19 +291,20 @@ class Session:
                 if self._waited_s >= self._connect_timeout_s:
                     why = f"it does not answer for {self._connect_timeout_s:g} s"
                     self._leave(now, Code.DAEMON_GONE, f"the daemon at {self._path}: {why}")
-            case Phase.REGISTERING | Phase.UP:
+            case Phase.REGISTERING:
+                # It reads nothing while it maps the memory, so a Ping would prove nothing.
+                self._waited_s += gap if self._registered else 0.0
+                if self._waited_s >= REGISTER_TIMEOUT_S:
+                    why = "it does not finish mapping the engine's memory"
+                    self._leave(now, Code.DEADLINE, f"the daemon at {self._path}: {why}")
+            case Phase.UP:
                 self._ping(now, gap)
                 if self._silent_s >= self._hang_s:
                     why = f"it is silent for {self._hang_s:g} s"
                     self._leave(
                         now, Code.DAEMON_GONE, f"the daemon at {self._path}: {why}", kill=True
                     )
-                elif self.phase is Phase.REGISTERING and self._registered:
-                    self._waited_s += gap
-                    if self._waited_s >= REGISTER_TIMEOUT_S:
-                        why = "it does not finish mapping the engine's memory"
-                        self._leave(now, Code.DEADLINE, f"the daemon at {self._path}: {why}")
-                elif self.phase is Phase.UP:
+                else:
                     self._watch_work(now)
             case Phase.LEAVING:
                 self._watch_leaving(now, gap)
@@ -339,22 +335,10 @@ class Session:
             self._gone(now)
         elif self._wire.process.exited():
             self._closed(now, Code.DAEMON_GONE, f"the daemon at {self._path} died")
-        elif self._waited_s >= self._leave_limit_s and not self._killed:
-            why_not = self._wire.process.kill()
-            if why_not is None:
-                self._killed = True
-                self._count("kills")
-                log.warning(
-                    "kvd: killed the silent daemon at %s (process %d), which had %d fetches in flight",
-                    self._path, self._wire.process.pid, self._tracker.num_fetches,
-                )  # fmt: skip
-            elif not self._kill_told:
-                self._kill_told = True
-                log.error(
-                    "kvd: the daemon at %s is silent and may not be killed from here (%s); the "
-                    "blocks of %d fetches stay held until it answers or exits",
-                    self._path, why_not, self._tracker.num_fetches,
-                )  # fmt: skip
+        elif self._waited_s >= self._leave_limit_s and self._wire.process.end(
+            f"the daemon at {self._path} is silent", self._tracker.num_fetches
+        ):
+            self._count("kills")
 
     # --- the end -------------------------------------------------------------------------------
 
@@ -411,17 +395,3 @@ class Session:
     def _count(self, what: str) -> int:
         self._tracker.counts[what] += 1
         return self._tracker.counts[what]
-
-
-def _why_not(path: str, exc: OSError) -> tuple[Code, str]:
-    if exc.errno in (errno.EACCES, errno.EPERM):
-        try:
-            owner = f"it belongs to uid {os.stat(path).st_uid}"
-        except OSError:
-            owner = "its folder may not be entered"
-        return (
-            Code.PEER_NOT_ALLOWED,
-            f"no access to the daemon's socket {path}: {owner}, this engine runs as uid "
-            f"{os.geteuid()}. Run both as one user, or give them a common group",
-        )
-    return Code.DAEMON_GONE, no_daemon(path, exc.strerror or str(exc))

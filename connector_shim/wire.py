@@ -22,6 +22,7 @@ Frame = tuple[bytes, tuple[int, ...]]
 """What one message is on the socket: its bytes, and the descriptors that go with it."""
 
 _encoder = msgspec.msgpack.Encoder()
+_checker: msgspec.msgpack.Decoder[local.FromShim] = msgspec.msgpack.Decoder(local.FromShim)
 _UCRED = struct.Struct("iII")
 _FD = struct.calcsize("i")
 _ANCILLARY = socket.CMSG_SPACE(_UCRED.size) + socket.CMSG_SPACE(_FD)
@@ -38,8 +39,16 @@ class Garbled(Exception):
 
 
 def encode(message: local.FromShim, *fds: int) -> Frame:
-    """Raises ClientError BAD_MESSAGE for a message that is larger than a frame."""
-    data = _encoder.encode(message)
+    """Raises ClientError BAD_MESSAGE for a message that the daemon would not take.
+
+    It is read back as the daemon will read it: a value that came in with one request (an id of
+    600 characters) must fail that request, and not the session, which all requests share.
+    """
+    try:
+        data = _encoder.encode(message)
+        _checker.decode(data)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as exc:
+        raise ClientError(Code.BAD_MESSAGE, f"{type(message).__name__}: {exc}") from exc
     if len(data) > local.MAX_FRAME:
         raise ClientError(
             Code.BAD_MESSAGE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,21 +21,21 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RegionTable:
-    """Regions of one group's layers, in the order layer, then region. All arrays have one length.
+    """Regions of one group's layers, in the order layer, then region. All columns have one length.
 
-    `layer`: global layer index, ascending. `offset`: of block 0, from the start of the engine's
+    `order`: global layer index, ascending. `offset`: of block 0, from the start of the engine's
     reservation. `stride`, `nbytes`: as in `Region`.
     """
 
-    layer: Ints
+    order: tuple[int, ...]
     offset: Ints
     stride: Ints
     nbytes: Ints
 
     def rows(self, first_layer: int, num_layers: int) -> slice:
         """The rows of layers `[first_layer, first_layer + num_layers)`."""
-        lo, hi = np.searchsorted(self.layer, (first_layer, first_layer + num_layers))
-        return slice(int(lo), int(hi))
+        lo = bisect.bisect_left(self.order, first_layer)
+        return slice(lo, bisect.bisect_left(self.order, first_layer + num_layers, lo))
 
 
 def check_layers(
@@ -134,6 +135,7 @@ def region_tables(
             rows[layer.group].append((index, offset, region.stride, region.nbytes))
     tables = []
     for group in rows:
-        columns = np.array(group, dtype=np.int64).reshape(-1, 4).T
-        tables.append(RegionTable(*(np.ascontiguousarray(column) for column in columns)))
+        columns = np.array(group, dtype=np.int64).reshape(-1, 4).T.copy()
+        order = tuple(row[0] for row in group)
+        tables.append(RegionTable(order, columns[1], columns[2], columns[3]))
     return tuple(tables)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,18 +117,23 @@ def uniform_runs(
 
 def id_runs(src: Ids, dst: Ids) -> list[tuple[int, int, int]]:
     """(source id, destination id, count) of stretches in which both lists count up by one."""
+    runs: list[tuple[int, int, int]] = []
     if src.size == 0:
-        return []
-    step = np.flatnonzero(
-        (np.diff(src.astype(np.int64)) != 1) | (np.diff(dst.astype(np.int64)) != 1)
-    )
-    starts = np.concatenate(([0], step + 1))
-    counts = np.diff(np.append(starts, src.size))
-    return list(zip(src[starts].tolist(), dst[starts].tolist(), counts.tolist(), strict=True))
+        return runs
+    pairs = zip(src.tolist(), dst.tolist(), strict=True)
+    a, b = next(pairs)
+    n = 1
+    for x, y in pairs:
+        if x == a + n and y == b + n:
+            n += 1
+        else:
+            runs.append((a, b, n))
+            a, b, n = x, y, 1
+    runs.append((a, b, n))
+    return runs
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One numpy copy: `dst[r, d] = src[r, s]` for a run's regions `r` and ranges of blocks."""
 
     run: int

@@ -18,7 +18,7 @@ from kvd.transport.jobs import CheckedPiece, Outcome, check_job
 CALL_BYTES = 4 * 2**20
 """Most bytes of one numpy call: how long a stop, or the engine's death, may have to wait."""
 
-BATCH_BYTES = 4 * 2**20
+BATCH_BYTES = 8 * 2**20
 """Bytes that a thread takes at a time, so that two threads share one job."""
 
 _owners = itertools.count(1)

@@ -112,6 +112,7 @@ class HttpServer:
             max_line_size=MAX_LINE,
             max_field_size=MAX_LINE,
             lingering_time=1.0,
+            shutdown_timeout=1.0,
         )
         try:
             await self._runner.setup()

@@ -1,0 +1,44 @@
+# Set-up, demo and tests. Python 3.11 or newer is all that must be there; see scripts/make-venv.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+# Arguments for `kvd demo`, `kvd bench` and pytest: make demo ARGS="--config transport=tcp"
+ARGS ?=
+
+.PHONY: help venv demo bench lint test clean distclean
+
+help:
+	@echo "make demo    two vLLM engines hand over KV through two daemons"
+	@echo "make test    lint, types, import rules and all tests"
+	@echo "make bench   measure transfers on this machine"
+	@echo "make lint    lint, types and import rules only"
+	@echo "make venv    only the set-up that all of these begin with"
+	@echo "make clean   remove caches and build results (distclean: $(VENV) too)"
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml Makefile scripts/make-venv
+	VENV="$(VENV)" PYTHON="$(PYTHON)" sh scripts/make-venv
+	@touch $@
+
+demo: venv
+	$(BIN)/kvd demo $(ARGS)
+
+bench: venv
+	$(BIN)/kvd bench $(ARGS)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find kvd connector_shim tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf "$(VENV)"

@@ -90,15 +90,9 @@ def _complain(detail: str) -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     settings = _load(args).settings
-    import kvd.logging
+    from kvd import lifecycle
 
-    kvd.logging.setup(settings.log_format, settings.log_level)
-    try:
-        from kvd import lifecycle
-
-        return lifecycle.run(settings)
-    finally:
-        kvd.logging.shutdown()
+    return lifecycle.run(settings)
 
 
 def _config_check(args: argparse.Namespace) -> int:

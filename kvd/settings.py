@@ -19,6 +19,7 @@ from pydantic_settings import (
 from kvd import __version__
 from kvd.addresses import (
     HostPort,
+    Network,
     check_socket_path,
     default_socket_path,
     parse_bind,
@@ -357,6 +358,11 @@ class Settings(BaseSettings):
     def advertise_at(self) -> HostPort | None:
         """Port 0 stands for the bound one; None for the bound address altogether."""
         return parse_host_port(self.advertise) if self.advertise else None
+
+    @property
+    def peer_networks(self) -> tuple[Network, ...]:
+        """`allow_peers`, parsed."""
+        return tuple(parse_network(n) for n in self.allow_peers)
 
     @property
     def transports(self) -> tuple[str, ...]:

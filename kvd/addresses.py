@@ -14,6 +14,9 @@ from typing import NamedTuple
 MAX_SOCKET_PATH = 107
 """Bytes of path that fit into a Unix socket's address, without the closing NUL."""
 
+LINK_SUFFIX = ".link"
+"""Appended to the daemon's socket path: the socket that daemons on one host share memory by."""
+
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 

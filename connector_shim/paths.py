@@ -22,7 +22,7 @@ def candidates(env: Mapping[str, str]) -> list[str]:
     runtime = env.get("XDG_RUNTIME_DIR")
     if runtime:
         paths.append(f"{runtime}/kvd/kvd.sock")
-    paths.append(f"{_shared_tmp_dir()}/kvd.sock")
+    paths.append(f"{shared_tmp_dir()}/kvd.sock")
     return paths
 
 
@@ -43,8 +43,8 @@ def resolve_socket(
     chosen = next((p for p in paths if os.path.exists(p)), None)
     if chosen is None:
         return check_length(next(filter(_can_be_made, paths), paths[-1]))
-    if os.path.dirname(chosen) == _shared_tmp_dir():
-        _check_private(os.path.dirname(chosen))
+    if os.path.dirname(chosen) == shared_tmp_dir():
+        check_private(os.path.dirname(chosen))
     return check_length(chosen)
 
 
@@ -69,7 +69,7 @@ def why_not(path: str, exc: OSError) -> tuple[Code, str]:
         return (
             Code.PEER_NOT_ALLOWED,
             f"no access to the daemon's socket {path}: {owner}, this engine runs as uid "
-            f"{os.geteuid()}. Run both as one user, or give them a common group",
+            f"{os.geteuid()}: run both as the same user",
         )
     return (
         Code.DAEMON_GONE,
@@ -77,8 +77,9 @@ def why_not(path: str, exc: OSError) -> tuple[Code, str]:
     )
 
 
-def _shared_tmp_dir() -> str:
-    return f"/tmp/kvd-{os.geteuid()}"  # noqa: S108 - checked by _check_private
+def shared_tmp_dir() -> str:
+    """Under /tmp, where anybody could have made it: to be used after `check_private`."""
+    return f"/tmp/kvd-{os.geteuid()}"  # noqa: S108
 
 
 def _can_be_made(path: str) -> bool:
@@ -87,12 +88,12 @@ def _can_be_made(path: str) -> bool:
     return os.access(folder if os.path.exists(folder) else os.path.dirname(folder), os.W_OK)
 
 
-def _check_private(folder: str) -> None:
-    """A folder that anybody may have made is ours only if we own it and nobody else writes it."""
+def check_private(folder: str) -> None:
+    """Raises ClientError PEER_NOT_ALLOWED for a folder that is not ours alone to write."""
     info = os.lstat(folder)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
         raise ClientError(
             Code.PEER_NOT_ALLOWED,
-            f"{folder} is owned by uid {info.st_uid} with mode {info.st_mode & 0o777:o}: it must "
-            f"be owned by uid {os.geteuid()} and writable by nobody else",
+            f"{folder} belongs to uid {info.st_uid}, mode {info.st_mode & 0o777:o}: it must be a "
+            f"folder of uid {os.geteuid()} that nobody else may write",
         )

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from connector_shim.client import Client
+from connector_shim.errors import ClientError
 from connector_shim.events import Down, Event, Up
 from kvd.bench import oracle
 from kvd.bench.memory import Shape, describe, map_pools
@@ -240,7 +241,7 @@ def serve() -> int:
                 client.poll()
             if sys.stdin.fileno() in ready:
                 waiting += lines.read()
-    except BenchError as error:
+    except (BenchError, ClientError) as error:
         reply({"ok": False, "error": str(error)})
         return 1
     except BrokenPipeError:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
 from tests.plugins import leaks
+from tests.plugins.waiting import wait_for, wait_for_async
 
-pytest_plugins = ["tests.plugins.leaks"]
+__all__ = ["wait_for", "wait_for_async"]
 
-T = TypeVar("T")
+pytest_plugins = ["tests.plugins.leaks", "tests.plugins.daemons"]
+
 RUN_ROOT = pytest.StashKey[Path]()
 
 
@@ -27,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[RUN_ROOT] = root
     leaks.start(config, root)
     # A user's own settings must not reach the daemons under test.
-    for name in [n for n in os.environ if n.startswith("KVD_") and n != leaks.MARK_ENV]:
+    for name in [n for n in os.environ if n.startswith("KVD_") and n != "KVD_TEST_CACHE"]:
         del os.environ[name]
 
 
@@ -43,42 +42,3 @@ def tmp_run_dir(request: pytest.FixtureRequest) -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="", dir=request.config.stash[RUN_ROOT]))
     yield path
     shutil.rmtree(path, ignore_errors=True)
-
-
-def wait_for(
-    condition: Callable[[], T | None], timeout: float = 10.0, *, what: str = "", every: float = 0.01
-) -> T:
-    """Polls until `condition()` is true and returns its value; fails the test after `timeout` s.
-
-    `what` says in the failure what was waited for.
-    """
-    deadline = time.monotonic() + timeout
-    while True:
-        value = condition()
-        if value:
-            return value
-        if time.monotonic() > deadline:
-            name = what or getattr(condition, "__name__", repr(condition))
-            pytest.fail(f"not within {timeout:g} s: {name} (last value {value!r})")
-        time.sleep(every)
-
-
-async def wait_for_async(
-    condition: Callable[[], Awaitable[T | None] | T | None],
-    timeout: float = 10.0,
-    *,
-    what: str = "",
-    every: float = 0.01,
-) -> T:
-    """As `wait_for`, for a coroutine: the loop goes on running. `condition` may be async."""
-    deadline = time.monotonic() + timeout
-    while True:
-        value = condition()
-        if isinstance(value, Awaitable):
-            value = await value
-        if value:
-            return value
-        if time.monotonic() > deadline:
-            name = what or getattr(condition, "__name__", repr(condition))
-            pytest.fail(f"not within {timeout:g} s: {name} (last value {value!r})")
-        await asyncio.sleep(every)

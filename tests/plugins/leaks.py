@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-MARK_ENV = "KVD_TEST_RUN"
+MARK_ENV = "KVDTEST_RUN"
 """Names the run in the environment of everything that it starts; nested runs are listed too."""
 
 SHM_PREFIXES = ("kvd", "torch_", "psm_", "sem.mp-")
@@ -44,7 +44,7 @@ class Leaks:
 
     run_id: str
     run_root: Path
-    mark: str = ""
+    outer_mark: str = ""
     shm_before: frozenset[str] = frozenset()
     threads_before: frozenset[int] = frozenset()
     ports_before: frozenset[int] = frozenset()
@@ -55,6 +55,7 @@ class Leaks:
 
 
 LEAKS = pytest.StashKey[Leaks]()
+FDS_AT_START = pytest.StashKey[int]()
 
 
 def open_fds() -> int:
@@ -256,7 +257,7 @@ def start(config: pytest.Config, run_root: Path) -> Leaks:
     leaks = Leaks(
         run_id=run_id,
         run_root=run_root,
-        mark=outer,
+        outer_mark=outer,
         shm_before=shm_entries(),
         threads_before=frozenset(t.ident for t in threading.enumerate() if t.ident is not None),
         ports_before=listening_ports(),
@@ -272,9 +273,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     if leaks is not None:
         item.stash[FDS_AT_START] = open_fds()
     return (yield)
-
-
-FDS_AT_START = pytest.StashKey[int]()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -321,7 +319,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     leaks = config.stash.get(LEAKS, None)
     if leaks is None:
         return
-    if leaks.mark:
-        os.environ[MARK_ENV] = leaks.mark
+    if leaks.outer_mark:
+        os.environ[MARK_ENV] = leaks.outer_mark
     else:
         os.environ.pop(MARK_ENV, None)

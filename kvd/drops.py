@@ -9,7 +9,7 @@ from typing import Protocol
 
 import structlog
 
-log = structlog.get_logger("kvd.drops")
+from kvd.logging import OncePerKind
 
 MAX_KINDS = 256
 
@@ -25,16 +25,13 @@ class Drops:
 
     def __init__(self, counter: DropCounter | None = None) -> None:
         self._counter = counter
+        self._once = OncePerKind(structlog.get_logger("kvd.drops"), max_kinds=MAX_KINDS)
         self.counts: dict[tuple[str, str], int] = {}
 
     def drop(self, where: str, reason: str, **fields: object) -> None:
         """One thing was dropped at `where` for `reason`; `fields` go to the first log line."""
         key = (where, reason)
-        seen = self.counts.get(key, 0)
-        if not seen and len(self.counts) >= MAX_KINDS:
-            return
-        self.counts[key] = seen + 1
+        self.counts[key] = self.counts.get(key, 0) + 1
         if self._counter is not None:
             self._counter.dropped(where, reason)
-        if not seen:
-            log.warning("dropped", where=where, reason=reason, **fields)
+        self._once.warning(key, "dropped", where=where, reason=reason, **fields)

@@ -104,6 +104,11 @@ class LocalServer:
             return None
         return session.memory
 
+    def block_size(self, number: int) -> int:
+        """Tokens per block of a session's engine; 0 when unknown."""
+        session = self._sessions.get(number)
+        return 0 if session is None else session.block_size
+
     def mapped_nbytes(self) -> int:
         """Bytes of engines' memory that are mapped now."""
         return sum(s.memory.nbytes for s in self._sessions.values() if s.memory is not None)
@@ -160,6 +165,7 @@ class LocalServer:
         if registration.geometry is None:
             session.refuse(Code.BAD_MESSAGE, "the description of the memory has no geometry")
             return
+        session.block_size = registration.geometry.block_size
         self._mapping[session.number] = self._tasks.start(
             self._map(session, registration, registration.geometry), f"map-{session.number}"
         )

@@ -69,6 +69,8 @@ class Session:
         self.number = number
         self.hello: local.Hello | None = None
         self.memory: EngineMemory | None = None
+        self.block_size = 0
+        """Tokens per block of the engine, once its memory is described."""
         self.stage = Stage.HELLO
         self.refused = False
         self._host = host

@@ -92,22 +92,33 @@ class PeerClient:
         self._problem: asyncio.Future[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._poke = asyncio.Event()
-        self._answer_due = True
+        self._was_down = False
         self._told_no_link = False
+        self._retired = False
         self._heard = 0.0
 
     # --- for the daemon -------------------------------------------------------------------
 
     def ask(self) -> None:
-        """ConnectPeer: the next attempt is made at once, and its outcome is told."""
+        """The next attempt is made at once."""
         if not self.up:
-            self._answer_due = True
             self._poke.set()
 
     def send(self, message: peer.ToProducer) -> None:
         """Sends, or drops the peer when it does not take it. While down, nothing is sent."""
         if self.up:
             self._send(message)
+
+    @property
+    def state(self) -> str:
+        """up, connecting or down."""
+        if self.up:
+            return "up"
+        return "connecting" if self._dealer is not None else "down"
+
+    def retire(self) -> None:
+        """Feeds nothing any more; `run` is about to be cancelled."""
+        self._retired = True
 
     def fail(self, code: Code, detail: str) -> None:
         """Ends the present connection, from outside of it."""
@@ -161,7 +172,7 @@ class PeerClient:
             same_host=same_host,
         )
         self.up = True
-        self._answer_due = False
+        self._was_down = False
         self._feed(events.PeerUp(address, welcome.daemon_id, self._boot_id, same_host))
         await self._unless_broken(self._stay())
 
@@ -334,14 +345,14 @@ class PeerClient:
             self._problem.exception()  # nobody may be waiting
 
     def _down(self, error: KvdError) -> None:
-        was_up = self.up
+        """Every failed attempt is told, so that who waits for this peer need not wait longer."""
+        first, self._was_down = self.up or not self._was_down, True
         self._close(0)
-        if was_up or self._answer_due:
-            self._answer_due = False
-            log.warning(
-                "peer_down", peer=str(self.address), code=str(error.code), detail=error.detail
-            )
-            self._feed(events.PeerDown(self.address, error.code, error.detail))
+        if self._retired:
+            return
+        tell = log.warning if first else log.debug
+        tell("peer_down", peer=str(self.address), code=str(error.code), detail=error.detail)
+        self._feed(events.PeerDown(self.address, error.code, error.detail))
 
     def _close(self, linger_ms: int) -> None:
         self.up = False

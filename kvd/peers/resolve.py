@@ -7,13 +7,19 @@ import ipaddress
 import socket
 from collections.abc import Sequence
 
-from kvd.addresses import Network, in_networks
+from kvd.addresses import Network, parse_ip
 from kvd.errors import KvdError
 from kvd.protocol.codes import Code
 
 
 class AddressRefused(KvdError):
     """A host that cannot be resolved, or that `allow_peers` does not cover."""
+
+
+def in_networks(host: str, networks: Sequence[Network]) -> bool:
+    """Whether the IP address `host` lies in one of the networks; a name never does."""
+    ip = parse_ip(host.partition("%")[0])
+    return ip is not None and any(ip.version == n.version and ip in n for n in networks)
 
 
 async def resolve(host: str, port: int, timeout_s: float) -> list[str]:

@@ -13,7 +13,7 @@ import structlog
 import zmq
 import zmq.asyncio
 
-from kvd.addresses import Network, in_networks
+from kvd.addresses import Network
 from kvd.core import events
 from kvd.drops import Drops
 from kvd.errors import ProtocolError
@@ -21,7 +21,7 @@ from kvd.local.listener import BindError
 from kvd.peers import wire
 from kvd.peers.identity import Identity
 from kvd.peers.link import NONCE_NBYTES
-from kvd.peers.resolve import tcp_url
+from kvd.peers.resolve import in_networks, tcp_url
 from kvd.peers.sockets import RECV_BUDGET, error_text, open_socket, send_nowait
 from kvd.protocol import peer
 from kvd.protocol.codes import Code

@@ -1,0 +1,318 @@
+"""The daemon: owns the core, the sockets and the threads; `kvd.dispatch` joins them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import structlog
+import zmq.asyncio
+
+from kvd import __version__
+from kvd.addresses import LINK_SUFFIX, parse_network
+from kvd.attachments import Attachments
+from kvd.core import events
+from kvd.core.machine import Core
+from kvd.dispatch import Dispatcher
+from kvd.drops import Drops
+from kvd.errors import KvdError
+from kvd.http import HttpServer
+from kvd.local.listener import BindError, Listener, bind, from_systemd
+from kvd.local.server import LocalServer
+from kvd.metrics import Metrics
+from kvd.peers.client import PeerOptions
+from kvd.peers.identity import identify
+from kvd.peers.link_server import LinkServer
+from kvd.peers.server import PeerServer
+from kvd.peers.table import PeerTable
+from kvd.protocol import local
+from kvd.protocol.codes import Code
+from kvd.protocol.types import PeerAddr
+from kvd.protocol.version import PROTO_MAJOR, PROTO_MINOR
+from kvd.reactor import Reactor
+from kvd.settings import Settings
+from kvd.tasks import TaskSet
+from kvd.transports import Transports
+
+log = structlog.get_logger("kvd.daemon")
+
+MEMORY_THREADS = 4
+"""Registrations and attachments that are mapped at once."""
+WATCH_S = 0.5
+"""How often the loop's lag is measured and the gauges are set."""
+STOP_TIMEOUT_S = 5.0
+"""How long a stopping daemon waits for the last copies and sessions to end."""
+LINKS_PER_CLIENT = 2
+
+
+class Daemon:
+    """Make it on the loop. `start`, then `run_until_stopped`, and `stop` in the end, always."""
+
+    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+        self.settings = settings
+        self.metrics = metrics
+        self.draining = False
+        self.addresses: dict[str, Any] = {}
+        """Where it is reached, once started: for the discovery file and the log."""
+        self.serving = False
+        self.failure: BaseException | None = None
+        """Why it stopped by itself, if it did."""
+        self._stopped = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._closers: list[Callable[[], object]] = []
+        self._background: list[asyncio.Task[None]] = []
+        self._links: LinkServer | None = None
+
+        self._allow = tuple(parse_network(text) for text in settings.allow_peers)
+        self._drops = Drops(metrics)
+        self._tasks = TaskSet()
+        self._executor = ThreadPoolExecutor(MEMORY_THREADS, thread_name_prefix="kvd-memory")
+        self._context = zmq.asyncio.Context()
+        self._http = HttpServer(metrics, ready=self._not_ready)
+        self._transports = Transports(settings, metrics, self._drops)
+        self._server = PeerServer(
+            self._context,
+            feed=self._feed,
+            on_left=self._client_left,
+            allow=self._allow,
+            drops=self._drops,
+            heartbeat_s=settings.heartbeat_s,
+            peer_timeout_s=settings.peer_timeout_s,
+            max_clients=settings.max_clients,
+        )
+
+    # --- life -------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Binds everything, then serves. Raises BindError; `stop` leaves nothing behind."""
+        settings = self.settings
+        listener = from_systemd() or bind(settings.socket)
+        self._closers.append(listener.close)
+        link_listener = self._bind_link(listener.path + LINK_SUFFIX)
+        bound = self._server.bind(*settings.listen_at)
+        told = settings.advertise_at
+        self.advertise = bound if told is None else PeerAddr(told.host, told.port or bound.port)
+        self.identity = identify(bound, __version__)
+        await self._transports.start()
+        if settings.metrics_at is not None:
+            await self._http.start(settings.metrics_at)
+
+        self._core = Core(
+            settings.core(),
+            self.identity.boot_id,
+            self.identity.daemon_id,
+            self.advertise,
+            __version__,
+        )
+        self._peers = PeerTable(
+            self._context,
+            PeerOptions(
+                identity=self.identity,
+                allow=self._allow,
+                heartbeat_s=settings.heartbeat_s,
+                peer_timeout_s=settings.peer_timeout_s,
+                connect_timeout_s=settings.connect_timeout_s,
+            ),
+            feed=self._feed,
+            tasks=self._tasks,
+            drops=self._drops,
+        )
+        self._local = LocalServer(
+            listener,
+            feed=self._feed,
+            welcome=self._welcome,
+            executor=self._executor,
+            tasks=self._tasks,
+            drops=self._drops,
+            max_sessions=settings.max_sessions,
+            max_queue=settings.max_frame_queue,
+        )
+        if link_listener is not None:
+            self._links = LinkServer(
+                link_listener,
+                clients=self._server,
+                share=self._share,
+                drops=self._drops,
+                max_links=LINKS_PER_CLIENT * settings.max_clients,
+            )
+            self._links.start()
+        self._attachments = Attachments(
+            feed=self._feed,
+            tasks=self._tasks,
+            executor=self._executor,
+            memory_of=self._local.memory,
+            peer_of=self._peers.get,
+            pullers=self._transports,
+        )
+        dispatcher = Dispatcher(
+            feed=self._feed,
+            local=self._local,
+            server=self._server,
+            peers=self._peers,
+            attachments=self._attachments,
+            transports=self._transports,
+            metrics=self.metrics,
+        )
+        self._reactor = Reactor(
+            self._core,
+            carry_out=dispatcher.carry_out,
+            on_bug=dispatcher.give_up,
+            after=self._after,
+        )
+        link = "" if self._links is None else self._links.path
+        self._run(self._server.serve(self.identity, link), "peer-server")
+        self._run(self._watch(), "watch")
+        self._local.start()
+        self.serving = True
+        self.addresses = {
+            "socket": listener.path,
+            "listen": str(bound),
+            "advertise": str(self.advertise),
+            "metrics": "" if self._http.address is None else str(self._http.address),
+            "data_port": self._transports.data_port,
+        }
+        log.info("started", daemon_id=self.identity.daemon_id, **self.addresses)
+
+    async def run_until_stopped(self) -> None:
+        """Returns once a drain has ended, or a part that must not end has ended."""
+        await self._stopped.wait()
+
+    def drain(self) -> None:
+        """Takes nothing new; stops when nothing is in flight, or after drain_timeout_s."""
+        if self.draining or not self.serving:
+            return
+        self.draining = True
+        log.info("draining", timeout_s=self.settings.drain_timeout_s, **self.in_flight())
+        self._feed(events.DrainStarted())
+        self._run(self._wait_idle(), "drain")
+
+    def stop_now(self) -> None:
+        """Makes `run_until_stopped` return at once."""
+        self._stopped.set()
+
+    async def stop(self) -> None:
+        """Ends everything, in bounded time. Shims hear EOF only when no copy runs any more."""
+        if self.serving:
+            self.serving = False
+            self._local.stop_accepting()
+            self._local.end_all(Code.DRAINING, "the daemon stops")
+            if not await self._local.wait_empty(STOP_TIMEOUT_S):
+                log.error("sessions_still_open", sessions=len(self._local))
+            self._attachments.close_all()
+            self._reactor.close()
+            self._peers.close()
+            if self._links is not None:
+                self._links.close()
+        for task in self._background:
+            task.cancel()
+        await self._http.aclose()
+        await self._transports.aclose()
+        if not await self._tasks.wait(STOP_TIMEOUT_S):
+            await self._tasks.cancel()
+        self._server.close()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for close in reversed(self._closers):
+            close()
+        self._context.destroy()
+        self._stopped.set()
+        log.info("stopped")
+
+    # --- state ------------------------------------------------------------------------------
+
+    def in_flight(self) -> dict[str, int]:
+        """What a drain waits for. Offers count: their consumers were told to come for them."""
+        now = self._core.statistics()
+        return {
+            "offers": now.held,
+            "fetches": sum(now.fetches.values()),
+            "requests": now.requests,
+            "jobs": now.jobs,
+        }
+
+    def _not_ready(self) -> dict[str, str]:
+        reasons = {}
+        if not self.serving:
+            reasons["not_serving"] = "sockets are not bound, or closed again"
+        if self.draining:
+            reasons[str(Code.DRAINING)] = "nothing new is taken"
+        return reasons
+
+    def _gauges(self) -> None:
+        metrics, now = self.metrics, self._core.statistics()
+        metrics.set_offers(now.offers)
+        metrics.set_fetches_in_flight(sum(now.fetches.values()))
+        metrics.set_parked(now.parked)
+        metrics.set_peers(self._peers.by_state())
+        metrics.set_clients(len(self._server))
+        metrics.set_sessions(len(self._local))
+        metrics.set_mapped_bytes(self._local.mapped_nbytes() + self._attachments.mapped_nbytes())
+
+    # --- inside -----------------------------------------------------------------------------
+
+    def _run(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        """A task without which the daemon is none: should it fail, the daemon stops."""
+        self._background.append(self._tasks.start(coroutine, name, on_error=self._failed))
+
+    def _failed(self, error: BaseException) -> None:
+        self.failure = error
+        self._stopped.set()
+
+    def _bind_link(self, path: str) -> Listener | None:
+        """The same-host link. Where it cannot be bound, only tcp is left, if that is allowed."""
+        try:
+            listener = bind(path, any_length=True)
+        except BindError as e:
+            if "tcp" not in self.settings.transports:
+                raise
+            log.warning("no_link", detail=e.detail, effect="peers on this host use tcp too")
+            return None
+        self._closers.append(listener.close)
+        return listener
+
+    def _feed(self, event: events.Event) -> None:
+        self._reactor.feed(event)
+
+    def _after(self) -> None:
+        if self.draining and not any(self.in_flight().values()):
+            self._idle.set()
+
+    async def _wait_idle(self) -> None:
+        try:
+            async with asyncio.timeout(self.settings.drain_timeout_s):
+                await self._idle.wait()
+            log.info("drained")
+        except TimeoutError:
+            log.warning("drain_timeout", **self.in_flight())
+        self._stopped.set()
+
+    async def _watch(self) -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(WATCH_S)
+            self.metrics.set_loop_lag(max(0.0, time.monotonic() - before - WATCH_S))
+            self._gauges()
+
+    def _welcome(self) -> local.Welcome:
+        return local.Welcome(
+            proto_major=PROTO_MAJOR,
+            proto_minor=PROTO_MINOR,
+            daemon_id=self.identity.daemon_id,
+            boot_id=self.identity.boot_id,
+            advertise=self.advertise,
+            version=__version__,
+            draining=self.draining,
+        )
+
+    def _client_left(self, client: int) -> None:
+        if self._links is not None:
+            self._links.close_client(client)
+
+    def _share(self, memory_key: int) -> list[int]:
+        """Descriptors of a live session's memory; the core names sessions by memory_key."""
+        memory = self._local.memory(memory_key)
+        if memory is None:
+            raise KvdError("the engine has left", Code.ENGINE_GONE)
+        return memory.share()

@@ -1,0 +1,132 @@
+"""Which part of the daemon carries out which of the core's instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+import structlog
+
+from kvd.attachments import Attachments
+from kvd.core import events
+from kvd.core import instructions as ask
+from kvd.local.server import LocalServer
+from kvd.metrics import Metrics
+from kvd.peers.server import PeerServer
+from kvd.peers.table import PeerTable
+from kvd.protocol import peer
+from kvd.protocol.codes import Code
+from kvd.transports import Transports
+
+log = structlog.get_logger("kvd.core")
+
+I = TypeVar("I", bound=ask.Instruction)  # noqa: E741
+
+QUIET = frozenset({"late"})
+"""Records that are counted, and logged only for debugging."""
+
+
+class Dispatcher:
+    """Stateless: a table from instruction to method, and what to give up when a bug shows."""
+
+    def __init__(
+        self,
+        *,
+        feed: Callable[[events.Event], None],
+        local: LocalServer,
+        server: PeerServer,
+        peers: PeerTable,
+        attachments: Attachments,
+        transports: Transports,
+        metrics: Metrics,
+    ) -> None:
+        self._feed = feed
+        self._local = local
+        self._server = server
+        self._peers = peers
+        self._attachments = attachments
+        self._transports = transports
+        self._metrics = metrics
+        self._table: dict[type, Callable[[Any], None]] = {}
+        self._enter(ask.SendShim, lambda i: local.send(i.session, i.message))
+        self._enter(ask.ReleaseSession, lambda i: local.release(i.session))
+        self._enter(ask.ConnectPeer, lambda i: peers.connect(i.peer))
+        self._enter(ask.DisconnectPeer, lambda i: peers.disconnect(i.peer))
+        self._enter(ask.SendPeer, lambda i: peers.send(i.peer, i.message))
+        self._enter(ask.SendClient, self._send_client)
+        self._enter(ask.OpenTransport, attachments.open)
+        self._enter(ask.CloseTransport, lambda i: attachments.close(i.attach_id))
+        self._enter(ask.StartPull, attachments.start_pull)
+        self._enter(ask.StopPulls, lambda i: attachments.stop_pulls(i.fetch_id))
+        self._enter(ask.OpenTicket, self._open_ticket)
+        self._enter(ask.ExtendTicket, transports.extend_ticket)
+        self._enter(ask.CloseTicket, lambda i: transports.close_ticket(i.ticket))
+        self._enter(ask.Record, self._record)
+
+    def carry_out(self, instruction: ask.Instruction) -> None:
+        """Does it, or starts it. May raise; `give_up` is for that."""
+        self._table[type(instruction)](instruction)
+
+    def give_up(self, what: events.Event | ask.Instruction, error: Exception) -> None:
+        """A bug met `what`: ends the session, peer or client that it was about, nothing else."""
+        detail = f"internal error at {type(what).__name__}: {error}"
+        match what:
+            case ask.StartPull():
+                self._feed(events.PullFailed(what.job, Code.INTERNAL, detail))
+            case ask.OpenTransport():
+                self._feed(events.TransportFailed(what.attach_id, Code.INTERNAL, detail))
+            case ask.ConnectPeer():
+                self._feed(events.PeerDown(what.peer, Code.INTERNAL, detail))
+            case events.SessionClosed() | ask.ReleaseSession():
+                # The pins on the memory keep it mapped until its last copy has ended.
+                self._attachments.stop_session(what.session)
+                self._local.release(what.session)
+            case (
+                events.ShimMessage()
+                | events.SessionOpened()
+                | events.SessionRegistered()
+                | ask.SendShim()
+                | ask.OpenTicket()
+            ):
+                self._local.throw_out(what.session, Code.INTERNAL, detail)
+            case events.PeerMessage() | events.PeerUp() | ask.SendPeer():
+                self._peers.fail(what.peer, Code.INTERNAL, detail)
+            case events.ClientMessage() | events.ClientJoined() | ask.SendClient():
+                self._server.throw_out(what.client, Code.INTERNAL, detail)
+            case events.PullDone() | events.PullFailed():
+                self._end_session(self._attachments.session_of_job(what.job), detail)
+            case events.TransportOpened() | events.TransportFailed():
+                self._end_session(self._attachments.session_of(what.attach_id), detail)
+            case _:
+                pass
+
+    # --- inside -----------------------------------------------------------------------------
+
+    def _enter(self, kind: type[I], run: Callable[[I], None]) -> None:
+        self._table[kind] = run
+
+    def _end_session(self, session: int | None, detail: str) -> None:
+        if session is not None:
+            self._local.throw_out(session, Code.INTERNAL, detail)
+
+    def _send_client(self, i: ask.SendClient) -> None:
+        message = i.message
+        if isinstance(message, peer.AttachOk) and message.transport == "tcp":
+            message = msgspec.structs.replace(message, data_port=self._transports.data_port)
+        self._server.send(i.client, message)
+
+    def _open_ticket(self, i: ask.OpenTicket) -> None:
+        memory = self._local.memory(i.session)
+        if memory is not None:
+            self._transports.open_ticket(i, memory, self._local.block_size(i.session))
+
+    def _record(self, i: ask.Record) -> None:
+        self._metrics.record(i)
+        level = log.debug if i.kind in QUIET else log.info
+        level(i.kind, **{name: _plain(value) for name, value in i.fields.items()})
+
+
+def _plain(value: object) -> object:
+    """Structs as what they look like in a log line."""
+    return msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value

@@ -32,5 +32,19 @@ class CoreConfig:
     min_job_bytes: int = 4 * 2**20
     max_job_bytes: int = 32 * 2**20
     max_jobs: int = 8
-    """Copy jobs in flight in this daemon, shared fairly between fetches."""
+    """Copy jobs in flight in this daemon, shared fairly between fetches. An attachment that has
+    none in flight may always start one more, so that stuck peers never use up all of them."""
     max_jobs_per_fetch: int = 4
+    max_jobs_per_attachment: int = 4
+
+    peer_idle_s: float = 600.0
+    """An attachment, and a peer, that nothing used for so long is dropped."""
+    failure_cache_s: float = 1.0
+    """How long a failed attachment or peer answers at once, without another try."""
+    fence_grace_s: float = 1.0
+    """How long a fetch that met a dead fence word waits for the producer to say why."""
+    max_peers: int = 1_024
+    max_attachments: int = 4_096
+    """Bound of either side: those that we asked for, and those that clients asked of us."""
+    max_notifies: int = 4_096
+    """Releases and renewals in flight to peers."""

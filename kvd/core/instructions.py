@@ -80,7 +80,7 @@ class OpenTransport:
 
 @dataclass(frozen=True, slots=True)
 class CloseTransport:
-    """No pull runs on it any more."""
+    """No pull runs on it any more. Exactly one follows each OpenTransport, failed ones too."""
 
     attach_id: str
 
@@ -102,7 +102,11 @@ class StartPull:
 
 @dataclass(frozen=True, slots=True)
 class StopPulls:
-    """Stop the fetch's jobs as soon as may be. They are still answered, each."""
+    """Stop the fetch's jobs as soon as may be. They are still answered, each.
+
+    Concerns only jobs started before it: the same fetch may start new ones later, once all of
+    these were answered.
+    """
 
     fetch_id: str
 
@@ -126,6 +130,8 @@ class OpenTicket:
 
 @dataclass(frozen=True, slots=True)
 class ExtendTicket:
+    """`blocks[g]` are appended to the ticket's lists; `valid` replaces its watermarks."""
+
     ticket: bytes
     blocks: tuple[bytes, ...]
     valid: tuple[Watermark, ...]

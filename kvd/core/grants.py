@@ -1,0 +1,433 @@
+"""Producer: the requests of consumers' daemons. Parked, held for a digest, or granted.
+
+A request that is held or granted keeps its offer; a granted one has a ticket, and is told of
+each piece of news that lies in its range.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvd.core.clients import Client, ClientAttachment, Clients
+from kvd.core.context import Context, Refusal, failure_code
+from kvd.core.instructions import CloseTicket, ExtendTicket, OpenTicket
+from kvd.core.offers import Offer, OfferEvent, Offers, Stop
+from kvd.core.packed import has_null, present
+from kvd.core.sessions import Session
+from kvd.core.watermarks import Raised, news_for
+from kvd.protocol import peer
+from kvd.protocol.codes import Code
+
+
+class RequestState(StrEnum):
+    PARKED = "parked"
+    """Its transfer (or generation) is not offered yet."""
+    HELD = "held"
+    """Its offer is there, but the prompt digest at its end is not known yet."""
+    GRANTED = "granted"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One FetchReq of a client, until its FetchClose."""
+
+    client: Client
+    attachment: ClientAttachment
+    message: peer.FetchReq
+    state: RequestState = RequestState.PARKED
+    offer: Offer | None = None
+    ticket: bytes = b""
+    sent: list[int] = field(default_factory=list)
+    """For each group, how many block ids the consumer has been told."""
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return (self.client.id, self.message.fetch_id)
+
+    @property
+    def first_index(self) -> int:
+        return self.message.start // self._block_size
+
+    @property
+    def stop_index(self) -> int:
+        return -(-self.message.end // self._block_size)
+
+    @property
+    def _block_size(self) -> int:
+        memory = self.attachment.session.memory
+        assert memory is not None
+        return memory.block_size
+
+
+class Grants:
+    def __init__(self, ctx: Context, clients: Clients, offers: Offers) -> None:
+        self._ctx = ctx
+        self._clients = clients
+        self._offers = offers
+        self.count = 0
+        self.parked = 0
+
+    # --- from clients -----------------------------------------------------------------------
+
+    def ask(self, client: Client, message: peer.FetchReq) -> None:
+        if message.fetch_id in client.requests:
+            # A refusal would end the live one at the consumer.
+            self._ctx.refused(Code.DUPLICATE, "FetchReq", message.fetch_id)
+            return
+        attachment = client.attachments.get(message.attach_id)
+        if attachment is None:
+            self._refuse_message(client, message, Code.STALE_EPOCH, "the attachment is not known")
+            return
+        if self.count >= self._ctx.config.max_fetches:
+            self._refuse_message(client, message, Code.OVERLOADED, "max_fetches is reached")
+            return
+        request = Request(client, attachment, message)
+        client.requests[message.fetch_id] = request
+        self.count += 1
+        try:
+            self._check_range(request)
+            self._place(request)
+        except Refusal as refusal:
+            self._refuse(request, refusal)
+
+    def close(self, client: Client, message: peer.FetchClose) -> None:
+        """The consumer reads no more. One that was refused or revoked is gone already."""
+        request = client.requests.get(message.fetch_id)
+        if request is not None:
+            ok = message.code == Code.OK
+            self._end(request, Code.OK if ok else failure_code(message.code), message.nbytes)
+
+    def client_left(self, client: Client, code: Code) -> None:
+        for request in list(client.requests.values()):
+            self._end(request, code, 0)
+        for attachment in list(client.attachments.values()):
+            self._clients.detach(attachment)
+        self._clients.by_id.pop(client.id, None)
+
+    def detach(self, client: Client, attach_id: str) -> None:
+        attachment = client.attachments.get(attach_id)
+        if attachment is None:
+            self._ctx.late("Detach")
+            return
+        for request in [one for one in client.requests.values() if one.attachment is attachment]:
+            self._end(request, Code.CANCELLED, 0)
+        self._clients.detach(attachment)
+
+    # --- from offers ------------------------------------------------------------------------
+
+    def offer_opened(self, offer: Offer) -> None:
+        for request in self._parked_for(offer.session, offer.transfer_id):
+            try:
+                self._place(request)
+            except Refusal as refusal:
+                self._refuse(request, refusal)
+
+    def offer_refused(
+        self, session: Session, transfer_id: str, generation: int, code: Code
+    ) -> None:
+        for request in self._parked_for(session, transfer_id):
+            if request.message.generation in (None, generation):
+                self._refuse(request, Refusal(code, "the producer's offer was refused"))
+
+    def offer_grew(self, offer: Offer, raised: list[Raised]) -> None:
+        """Blocks, digests, watermarks or the seal of an offer came."""
+        for request in list(offer.grants.values()):
+            try:
+                if request.state is RequestState.HELD:
+                    if self._admissible(request, offer):
+                        self._grant(request, offer)
+                    continue
+                if offer.sealed is not None:
+                    self._check_end(request, offer)
+                self._tell_news(request, offer, raised)
+            except Refusal as refusal:
+                if request.state is RequestState.GRANTED:
+                    self._revoke(request, offer, refusal.code, again=False)
+                else:
+                    self._refuse(request, refusal)
+
+    def offer_ended(self, offer: Offer, requests: list[Request], stop: Stop) -> None:
+        for request in requests:
+            again = stop.again and request.message.generation is None and self._room_to_park()
+            request.offer = None
+            if request.state is RequestState.GRANTED:
+                self._revoke(request, offer, stop.reason, again)
+            elif again:
+                self._park(request, self._ctx.config.park_max_s)
+            else:
+                self._refuse(request, Refusal(stop.reason, "the offer ended"))
+
+    # --- from elsewhere ---------------------------------------------------------------------
+
+    def session_gone(self, session: Session) -> None:
+        """Its offers have ended; what is parked for it will never be offered."""
+        for transfer_id in list(session.requests):
+            for request in self._parked_for(session, transfer_id):
+                self._refuse(request, Refusal(Code.ENGINE_GONE, "the producer engine left"))
+
+    def drain(self, sessions: list[Session]) -> None:
+        """No new offer will come: nothing is worth waiting for."""
+        for session in sessions:
+            for transfer_id in list(session.requests):
+                for request in self._parked_for(session, transfer_id):
+                    self._refuse(request, Refusal(Code.DRAINING, "the producer's daemon drains"))
+
+    def park_passed(self, client_id: int, fetch_id: str) -> None:
+        request = self._find(client_id, fetch_id)
+        if request is not None and request.state is RequestState.PARKED:
+            self._refuse(request, Refusal(Code.UNKNOWN_TRANSFER, "not offered in time"))
+
+    def grant_passed(self, client_id: int, fetch_id: str) -> None:
+        """A consumer that never closed its fetch; an offer is not held by goodwill alone."""
+        request = self._find(client_id, fetch_id)
+        if request is None or request.offer is None:
+            return
+        if request.state is RequestState.GRANTED:
+            self._revoke(request, request.offer, Code.DEADLINE, again=False)
+        else:
+            self._refuse(request, Refusal(Code.DEADLINE, "held too long"))
+
+    # --- placing ----------------------------------------------------------------------------
+
+    def _check_range(self, request: Request) -> None:
+        message = request.message
+        memory = request.attachment.session.memory
+        assert memory is not None
+        if message.start % memory.block_size or message.start >= message.end:
+            raise Refusal(
+                Code.UNALIGNED_RANGE,
+                f"[{message.start}, {message.end}) with block size {memory.block_size}",
+            )
+        if request.stop_index > memory.num_blocks:
+            raise Refusal(
+                Code.RANGE_NOT_HELD, f"{message.end} tokens in {memory.num_blocks} blocks"
+            )
+
+    def _place(self, request: Request) -> None:
+        """Grant, hold or park a request; raises Refusal when there is nothing to wait for."""
+        message, session = request.message, request.attachment.session
+        wanted = message.generation
+        offer = session.offers.get(message.transfer_id)
+        tomb = self._offers.tombstone(session, message.transfer_id)
+        if offer is not None and (wanted is None or wanted == offer.generation):
+            ready = self._admissible(request, offer)
+            self._unpark(request)
+            request.offer = offer
+            offer.grants[request.key] = request
+            self._offers.fire(offer, OfferEvent.GRANT_OPENED)
+            self._ctx.deadlines.set(
+                ("grant", *request.key),
+                self._ctx.now + self._ctx.config.fetch_max_s + self._ctx.config.attach_timeout_s,
+            )
+            if ready:
+                self._grant(request, offer)
+            else:
+                request.state = RequestState.HELD
+            return
+        if offer is None and tomb is not None and wanted in (None, tomb.generation):
+            raise Refusal(tomb.reason, f"{message.transfer_id}#{tomb.generation} has ended")
+        newest = offer.generation if offer is not None else tomb.generation if tomb else -1
+        if wanted is not None and wanted < newest:
+            raise Refusal(Code.STALE_GENERATION, f"{wanted} was asked for, {newest} was offered")
+        if ("park", *request.key) in self._ctx.deadlines:
+            return
+        wait = min(message.park_s, self._ctx.config.park_max_s)
+        if wait <= 0:
+            raise Refusal(Code.UNKNOWN_TRANSFER, f"{message.transfer_id} is not offered")
+        if self._ctx.draining:
+            raise Refusal(Code.DRAINING, "the producer's daemon drains")
+        if not self._room_to_park():
+            raise Refusal(Code.OVERLOADED, "max_parked is reached")
+        self._park(request, wait)
+
+    def _admissible(self, request: Request, offer: Offer) -> bool:
+        """Whether a request may be granted now; raises Refusal if it never may."""
+        self._check_end(request, offer)
+        end = request.message.end
+        digest = offer.digests.get(end)
+        if digest is None:
+            if offer.sealed is None:
+                return False
+            raise Refusal(Code.PROMPT_MISMATCH, f"no digest was offered at position {end}")
+        if digest != request.message.digest:
+            raise Refusal(Code.PROMPT_MISMATCH, f"the prompts differ before position {end}")
+        return True
+
+    def _check_end(self, request: Request, offer: Offer) -> None:
+        end, sealed = request.message.end, offer.sealed
+        if sealed is None:
+            # An end within a block is right only if it turns out to be the offer's own; its
+            # digest, which is offered for boundaries and that end alone, says so early.
+            return
+        if end > sealed:
+            raise Refusal(Code.RANGE_NOT_HELD, f"{end} tokens asked for, {sealed} are held")
+        if end % offer.memory.block_size and end != sealed:
+            raise Refusal(
+                Code.UNALIGNED_RANGE,
+                f"end {end} is neither a block boundary nor the offer's end {sealed}",
+            )
+
+    def _grant(self, request: Request, offer: Offer) -> None:
+        request.state = RequestState.GRANTED
+        request.ticket = self._ctx.token()
+        request.sent = [0] * len(offer.blocks)
+        blocks = self._new_blocks(request, offer)
+        end = request.message.end
+        valid = offer.valid.clipped(end)
+        self._ctx.emit(
+            OpenTicket(
+                request.ticket,
+                offer.session.id,
+                offer.slot,
+                offer.word,
+                request.first_index,
+                tuple(blocks),
+                tuple(valid),
+            )
+        )
+        self._ctx.to_client(
+            request.client.id,
+            peer.Grant(
+                fetch_id=request.message.fetch_id,
+                generation=offer.generation,
+                ticket=request.ticket,
+                fence_slot=offer.slot,
+                fence_word=offer.word,
+                blocks=blocks,
+                valid=valid,
+                sealed=offer.sealed is not None,
+            ),
+        )
+
+    def _new_blocks(self, request: Request, offer: Offer) -> list[bytes]:
+        first, stop = request.first_index, request.stop_index
+        out: list[bytes] = []
+        for group, known in enumerate(offer.blocks):
+            news = bytes(known[4 * (first + request.sent[group]) : 4 * stop])
+            request.sent[group] += len(news) // 4
+            out.append(news)
+        return out
+
+    def _tell_news(self, request: Request, offer: Offer, raised: list[Raised]) -> None:
+        end = request.message.end
+        news = news_for(raised, end)
+        if not news:
+            return
+        blocks = self._new_blocks(request, offer)
+        self._ctx.emit(ExtendTicket(request.ticket, tuple(blocks), tuple(offer.valid.clipped(end))))
+        self._ctx.to_client(
+            request.client.id,
+            peer.Progress(
+                fetch_id=request.message.fetch_id,
+                generation=offer.generation,
+                blocks=blocks,
+                valid=news,
+                sealed=offer.sealed is not None,
+            ),
+        )
+
+    # --- ending -----------------------------------------------------------------------------
+
+    def _revoke(self, request: Request, offer: Offer, code: Code, again: bool) -> None:
+        """Take a grant back; with `again` the request waits for the next generation."""
+        self._close_ticket(request)
+        self._ctx.to_client(
+            request.client.id,
+            peer.FetchRevoked(request.message.fetch_id, offer.generation, str(code), again),
+        )
+        if not again:
+            self._served(request, offer, code, 0)
+            self._forget(request, failed=True)
+            return
+        request.offer = None
+        self._park(request, self._ctx.config.park_max_s)
+
+    def _refuse(self, request: Request, refusal: Refusal) -> None:
+        self._forget(request, failed=True)
+        self._refuse_message(request.client, request.message, refusal.code, refusal.detail)
+
+    def _refuse_message(
+        self, client: Client, message: peer.FetchReq, code: Code, detail: str
+    ) -> None:
+        self._ctx.to_client(client.id, peer.FetchRefused(message.fetch_id, str(code), detail))
+        self._ctx.refused(code, "FetchReq", f"{message.transfer_id}: {detail}")
+
+    def _end(self, request: Request, code: Code, nbytes: int) -> None:
+        """The consumer is done with a request, or is gone."""
+        offer = request.offer
+        if request.state is RequestState.GRANTED and offer is not None:
+            self._close_ticket(request)
+            if code is Code.OK:
+                offer.fetched += 1
+                offer.delivered = True
+                nbytes = self._granted_bytes(request, offer)
+            self._served(request, offer, code, nbytes)
+        self._forget(request, failed=code is not Code.OK)
+
+    def _forget(self, request: Request, failed: bool) -> None:
+        offer = request.offer
+        request.client.requests.pop(request.message.fetch_id, None)
+        self.count -= 1
+        self._unpark(request)
+        self._ctx.deadlines.clear(("grant", *request.key))
+        if offer is not None:
+            request.offer = None
+            del offer.grants[request.key]
+            if not offer.grants:
+                self._offers.fire(offer, OfferEvent.LAST_CLOSED, failed)
+
+    def _close_ticket(self, request: Request) -> None:
+        if request.ticket:
+            self._ctx.emit(CloseTicket(request.ticket))
+            request.ticket = b""
+
+    def _served(self, request: Request, offer: Offer, code: Code, nbytes: int) -> None:
+        self._ctx.record(
+            "fetch_served",
+            code=str(code),
+            fetch_id=request.message.fetch_id,
+            transfer_id=offer.transfer_id,
+            nbytes=nbytes,
+            transport=request.attachment.transport,
+        )
+
+    def _granted_bytes(self, request: Request, offer: Offer) -> int:
+        """What the granted range holds, by this side's own account."""
+        first, stop = request.first_index, request.stop_index
+        total = 0
+        for known, group in zip(offer.blocks, offer.memory.groups, strict=True):
+            part = known[4 * first : 4 * stop]
+            count = present(part).bit_count() if has_null(part) else len(part) // 4
+            total += count * group.block_nbytes
+        return total
+
+    # --- parking ----------------------------------------------------------------------------
+
+    def _room_to_park(self) -> bool:
+        return self.parked < self._ctx.config.max_parked
+
+    def _park(self, request: Request, wait: float) -> None:
+        request.state = RequestState.PARKED
+        self._ctx.deadlines.clear(("grant", *request.key))
+        self._ctx.deadlines.set(("park", *request.key), self._ctx.now + wait)
+        session = request.attachment.session
+        session.requests.setdefault(request.message.transfer_id, {})[request.key] = request
+        self.parked += 1
+
+    def _unpark(self, request: Request) -> None:
+        session, transfer_id = request.attachment.session, request.message.transfer_id
+        waiting = session.requests.get(transfer_id, {})
+        if waiting.pop(request.key, None) is None:
+            return
+        self.parked -= 1
+        self._ctx.deadlines.clear(("park", *request.key))
+        if not waiting:
+            del session.requests[transfer_id]
+
+    def _parked_for(self, session: Session, transfer_id: str) -> list[Request]:
+        return list(session.requests.get(transfer_id, {}).values())
+
+    def _find(self, client_id: int, fetch_id: str) -> Request | None:
+        client = self._clients.by_id.get(client_id)
+        return client.requests.get(fetch_id) if client is not None else None

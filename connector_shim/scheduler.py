@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 from connector_shim.daemons import DaemonStates
@@ -46,14 +47,21 @@ NULL_BLOCK_ID = 0
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """What the scheduler half must know of its engine. `num_blocks` counts the whole pool."""
+    """What the scheduler half must know of its engine.
+
+    `block_sizes`: tokens per block of each KV cache group; `num_blocks` counts the whole pool.
+    """
 
     engine_id: str
-    block_size: int
+    block_sizes: tuple[int, ...]
     num_blocks: int
-    num_groups: int
     pp_size: int = 1
     tp_size: int = 1
+
+    @property
+    def block_size(self) -> int:
+        """Tokens after which a block ends in every group."""
+        return lcm(*self.block_sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +87,18 @@ class _NotThisOne(Exception):
 
 
 class SchedulerHalf:
-    """`disabled`: why this engine cannot use kvd at all; it then serves without, for ever."""
+    """What this engine cannot do at all is the workers' to know: they say that they are down."""
 
     def __init__(
         self,
         shape: EngineShape,
         settings: ShimSettings,
         *,
-        disabled: str = "",
         clock: Callable[[], float] = time.monotonic,
         started_ns: int | None = None,
     ) -> None:
         self.shape = shape
         self.settings = settings
-        self.disabled = disabled
         self.tally = Tally(log)
         self.daemons = DaemonStates(
             shape.pp_size * shape.tp_size,
@@ -119,8 +125,6 @@ class SchedulerHalf:
         self._cancels: dict[str, None] = {}
         self._releases: list[ReleaseJob] = []
         self._revoke_all = False
-        if disabled:
-            log.error("kvd: this engine serves without KV transfer: %s", disabled)
 
     # --- consumer ---------------------------------------------------------------------------
 
@@ -156,7 +160,7 @@ class SchedulerHalf:
         params = request.kv_transfer_params
         consumer = wants(params, "do_remote_prefill")
         producer = wants(params, "do_remote_decode")
-        if self.disabled or not (consumer or producer):
+        if not (consumer or producer):
             return None
         plan = self._remote_plan(request, params, computed) if consumer else None
         if plan is None and not producer:
@@ -228,10 +232,11 @@ class SchedulerHalf:
         # The scheduler may have cut what was promised, but only at a block boundary.
         if end > plan.end or (end != plan.end and end % self.shape.block_size):
             raise ValueError(f"{num_tokens} tokens to load of [{plan.start}, {plan.end})")
-        first = plan.start // self.shape.block_size
-        last = -(-end // self.shape.block_size)
         tables = []
-        for group, table in enumerate(blocks.blocks):
+        for group, (table, size) in enumerate(
+            zip(blocks.blocks, self.shape.block_sizes, strict=True)
+        ):
+            first, last = plan.start // size, -(-end // size)
             wanted = list(table[first:last])
             if len(wanted) != last - first:
                 raise ValueError(f"group {group} has {len(table)} blocks, {last} are needed")
@@ -252,8 +257,6 @@ class SchedulerHalf:
         )
 
     def _release(self, params: Mapping[str, Any], noted: bool = False) -> None:
-        if self.disabled:
-            return
         try:
             remote = parse_remote_prefill(params)
         except ParamsError as error:
@@ -307,10 +310,14 @@ class SchedulerHalf:
             self.tally.note(reason[0], f"not offered: {reason[1]}")
             return False, None
         tokens = valid_tokens(request)
-        num_blocks = -(-tokens // self.shape.block_size)
-        tables = [list(group[:num_blocks]) for group in block_ids]
-        if tokens <= 0 or not tables or any(len(t) < num_blocks for t in tables):
+        if tokens <= 0:
             return False, None
+        tables = []
+        for table, size in zip(block_ids, self.shape.block_sizes, strict=True):
+            num_blocks = -(-tokens // size)
+            if len(table) < num_blocks:
+                return False, None
+            tables.append(list(table[:num_blocks]))
         held = sum(1 for table in tables for block in table if block != NULL_BLOCK_ID)
         limit = self.settings.max_held_fraction * self.shape.num_blocks
         if self._held_blocks + held > limit:
@@ -352,8 +359,6 @@ class SchedulerHalf:
         return True, answer
 
     def _not_offered(self, request: Any) -> tuple[str, str] | None:
-        if self.disabled:
-            return "disabled", self.disabled
         problem = self.daemons.problem()
         if problem:
             return "daemon_down", problem

@@ -35,13 +35,12 @@ def build_scheduler_half(
     groups = kv_cache_config.kv_cache_groups
     shape = EngineShape(
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
-        block_size=int(groups[0].kv_cache_spec.block_size) if groups else 1,
+        block_sizes=tuple(int(group.kv_cache_spec.block_size) for group in groups),
         num_blocks=int(kv_cache_config.num_blocks),
-        num_groups=len(groups),
         pp_size=int(parallel.pipeline_parallel_size),
         tp_size=int(parallel.tensor_parallel_size),
     )
-    return SchedulerHalf(shape, settings, disabled=_disabled(vllm_config, kv_cache_config))
+    return SchedulerHalf(shape, settings)
 
 
 def build_worker_half(vllm_config: Any, kv_cache_config: Any, failures_by_id: bool) -> WorkerHalf:
@@ -51,7 +50,7 @@ def build_worker_half(vllm_config: Any, kv_cache_config: Any, failures_by_id: bo
         _rank(vllm_config),
         len(kv_cache_config.kv_cache_groups),
         settings,
-        degraded=_disabled(vllm_config, kv_cache_config),
+        degraded=_unsupported(vllm_config, kv_cache_config),
     )
 
 
@@ -128,7 +127,7 @@ def _settings(vllm_config: Any, kv_cache_config: Any, failures_by_id: bool) -> S
     return settings
 
 
-def _disabled(vllm_config: Any, kv_cache_config: Any) -> str:
+def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str:
     """Why this engine's KV cannot be moved at all, "" if it can."""
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

@@ -108,7 +108,7 @@ class WorkerHalf:
         self._clock = clock
         self._last_seq = 0
         self._detail = "not registered yet"
-        self._draining = False
+        self._num_tables = num_groups
         self._asked: dict[str, tuple[float, float]] = {}
         """When each fetch was asked for, and when it is overdue."""
         self._shut = False
@@ -118,18 +118,15 @@ class WorkerHalf:
     def start(self, client: WorkerClient, memory: MemoryDescription) -> None:
         """Take the client, describe the memory to it, and wait a bounded time for the daemon."""
         self._client = client
+        self._num_tables = memory.num_groups
         client.describe(memory)
         end = self._clock() + self.settings.connect_timeout_s
         self._poll(0.0)
         while client.state in ("connecting", "registering") and (left := end - self._clock()) > 0:
             self._poll(min(left, 0.1))
-        state = self.state()
-        if state.up:
-            log.info("kvd: rank %s moves KV through the daemon at %s:%d", self.rank_id,
-                     state.host, state.port)  # fmt: skip
-        else:
-            log.warning("kvd: rank %s serves without KV transfer for now: %s", self.rank_id,
-                        state.detail)  # fmt: skip
+        if not self.state().up:
+            log.warning("kvd: rank %s serves without KV transfer until there is a daemon: %s",
+                        self.rank_id, self.state().detail)  # fmt: skip
 
     def degrade(self, reason: str) -> None:
         """This rank serves without kvd for good."""
@@ -180,19 +177,23 @@ class WorkerHalf:
         client = self._client
         if client is None:
             return RankState("down", detail=self._detail)
-        if client.state == "up" and not self._draining and (welcome := client.welcome) is not None:
-            return RankState("up", welcome.advertise.host, welcome.advertise.port)
-        if client.state in ("connecting", "registering"):
-            return RankState("pending", detail="the daemon is registering this engine")
-        if self._draining or client.state == "draining":
-            return RankState("down", detail="the daemon is draining")
-        return RankState("down", detail=self._detail)
+        match client.state:
+            case "up" if (welcome := client.welcome) is not None:
+                return RankState("up", welcome.advertise.host, welcome.advertise.port)
+            case "connecting" | "registering":
+                return RankState("pending", detail="the daemon is registering this engine")
+            case "draining":
+                return RankState("down", detail="the daemon is draining")
+            case _:
+                return RankState("down", detail=self._detail)
 
     # --- jobs -------------------------------------------------------------------------------
 
     def _fetch(self, job: FetchJob) -> None:
         fetch_id = f"{job.fetch_id}.{self.rank.pp_rank}.{self.rank.tp_rank}"
-        if not self.reports.receive_started(job.req_id, fetch_id, job.blocks):
+        # A pipeline stage may have no layer in the last groups, and so no use for their blocks.
+        tables = job.blocks[: self._num_tables]
+        if not self.reports.receive_started(job.req_id, fetch_id, tables):
             self.tally.note("fetch_twice", f"request {job.req_id!r}", logging.ERROR)
             return
         client, problem = self._usable()
@@ -209,7 +210,7 @@ class WorkerHalf:
                 engine_id=job.engine_id,
                 start=job.start,
                 end=job.end,
-                blocks=[unpack_u32(table) for table in job.blocks],
+                blocks=[unpack_u32(table) for table in tables],
                 digest=job.digest,
                 generation=job.generation,
                 deadline_s=self.settings.fetch_deadline_s,
@@ -246,7 +247,7 @@ class WorkerHalf:
             client.offer(
                 job.transfer_id,
                 job.generation,
-                blocks=[unpack_u32(table) for table in job.blocks],
+                blocks=[unpack_u32(table) for table in job.blocks[: self._num_tables]],
                 digests=digests,
                 tokens=job.tokens,
                 lease_s=self.settings.lease_s,
@@ -306,16 +307,15 @@ class WorkerHalf:
                 if code != Code.OK:
                     self.tally.note(f"{what}_{code}", f"transfer {transfer_id!r}", logging.INFO)
             case Up(welcome=welcome):
-                self._draining = welcome.draining
                 self._detail = ""
                 log.info("kvd: rank %s: daemon %s is up at %s", self.rank_id, welcome.daemon_id,
                          welcome.advertise)  # fmt: skip
             case Down(code=code, detail=detail):
-                self._draining = False
                 self._detail = detail
                 log.warning("kvd: rank %s: no daemon (%s): %s", self.rank_id, code, detail)
             case State(draining=draining):
-                self._draining = draining
+                log.info("kvd: rank %s: the daemon %s", self.rank_id,
+                         "drains" if draining else "takes work again")  # fmt: skip
             case _:
                 self.tally.note("unknown_event", type(event).__name__)
 

@@ -13,7 +13,7 @@ from kvd.protocol.codes import Code
 from kvd.protocol.types import mismatch
 
 if TYPE_CHECKING:
-    from kvd.core.grants import Request
+    from kvd.core.grant import Request
 
 SAME_HOST = ("shm", "cuda_ipc")
 """Transports that map the other side's memory: one host only, and only with a fence table."""

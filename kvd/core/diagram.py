@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvd.core import attachments as attachments
 from kvd.core import fetch_moves as fetch_moves  # fills the table of fetches
-from kvd.core.attachments import ATTACHMENTS
+from kvd.core.attachment import ATTACHMENTS
 from kvd.core.fetch import FETCHES
 from kvd.core.offers import OFFERS
 from kvd.core.transitions import Table

@@ -13,7 +13,7 @@ from kvd.core.transitions import Story, Table, new_story
 from kvd.protocol import local, peer
 
 if TYPE_CHECKING:
-    from kvd.core.attachments import Attachment
+    from kvd.core.attachment import Attachment
 
 
 class FetchState(StrEnum):

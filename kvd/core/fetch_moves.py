@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core.attachments import AttachState
+from kvd.core.attachment import AttachState
 from kvd.core.context import Refusal
 from kvd.core.fetch import FETCHES, Fetch, FetchEvent, FetchState
 from kvd.core.fetches import Fetches

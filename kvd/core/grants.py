@@ -6,11 +6,9 @@ each piece of news that lies in its range.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import StrEnum
-
-from kvd.core.clients import Client, ClientAttachment, Clients
+from kvd.core.clients import Client, Clients
 from kvd.core.context import Context, Refusal, failure_code
+from kvd.core.grant import Request, RequestState
 from kvd.core.instructions import CloseTicket, ExtendTicket, OpenTicket
 from kvd.core.offers import Offer, OfferEvent, Offers, Stop
 from kvd.core.packed import has_null, present
@@ -18,46 +16,6 @@ from kvd.core.sessions import Session
 from kvd.core.watermarks import Raised, news_for
 from kvd.protocol import peer
 from kvd.protocol.codes import Code
-
-
-class RequestState(StrEnum):
-    PARKED = "parked"
-    """Its transfer (or generation) is not offered yet."""
-    HELD = "held"
-    """Its offer is there, but the prompt digest at its end is not known yet."""
-    GRANTED = "granted"
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One FetchReq of a client, until its FetchClose."""
-
-    client: Client
-    attachment: ClientAttachment
-    message: peer.FetchReq
-    state: RequestState = RequestState.PARKED
-    offer: Offer | None = None
-    ticket: bytes = b""
-    sent: list[int] = field(default_factory=list)
-    """For each group, how many block ids the consumer has been told."""
-
-    @property
-    def key(self) -> tuple[int, str]:
-        return (self.client.id, self.message.fetch_id)
-
-    @property
-    def first_index(self) -> int:
-        return self.message.start // self._block_size
-
-    @property
-    def stop_index(self) -> int:
-        return -(-self.message.end // self._block_size)
-
-    @property
-    def _block_size(self) -> int:
-        memory = self.attachment.session.memory
-        assert memory is not None
-        return memory.block_size
 
 
 class Grants:

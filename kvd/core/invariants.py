@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from kvd.core.attachments import AttachState
+from kvd.core.attachment import AttachState
 from kvd.core.fetch import FetchState
-from kvd.core.grants import RequestState
+from kvd.core.grant import RequestState
 from kvd.core.offers import OfferState
 
 if TYPE_CHECKING:

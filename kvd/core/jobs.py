@@ -15,7 +15,7 @@ from kvd.core.instructions import StartPull
 from kvd.core.manifest import Plan
 
 if TYPE_CHECKING:
-    from kvd.core.attachments import Attachment
+    from kvd.core.attachment import Attachment
     from kvd.core.fetch import Fetch
 
 

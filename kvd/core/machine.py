@@ -13,6 +13,7 @@ from kvd.core.clients import Client, Clients
 from kvd.core.config import CoreConfig
 from kvd.core.context import Context, Refusal, failure_code
 from kvd.core.deadlines import Key
+from kvd.core.fetch_messages import Answers, Wishes
 from kvd.core.fetches import Fetches
 from kvd.core.grants import Grants
 from kvd.core.instructions import Instruction
@@ -21,7 +22,6 @@ from kvd.core.jobs import Job, Jobs
 from kvd.core.offer_feed import OfferFeed
 from kvd.core.offers import Offers
 from kvd.core.peers import Peer, Peers
-from kvd.core.requests import Answers, Requests
 from kvd.core.sessions import Session, Sessions
 from kvd.core.statistics import Snapshot, Statistics, snapshot, statistics
 from kvd.protocol import local, peer
@@ -64,7 +64,7 @@ class Core:
         self.fetches = Fetches(ctx, self.sessions, self.peers, self.jobs)
         self.fetches.attachments = self.attachments
         self.attachments.fetches = self.fetches
-        self.requests = Requests(ctx, self.sessions, self.fetches, self.jobs)
+        self.wishes = Wishes(ctx, self.sessions, self.fetches, self.jobs)
         self.answers = Answers(ctx, self.fetches, self.attachments, self.jobs)
         self._events: dict[type[Any], Callable[[Any], None]] = {
             ev.SessionOpened: self._session_opened,
@@ -92,10 +92,10 @@ class Core:
             local.Seal: self.feed.seal,
             local.Revoke: self.offers.revoke,
             local.RevokeAll: lambda session, _: self.offers.stop_all(session, Code.REVOKED),
-            local.Fetch: self.requests.fetch,
-            local.FetchBlocks: self.requests.blocks,
-            local.FetchGo: self.requests.go,
-            local.Cancel: self.requests.cancel,
+            local.Fetch: self.wishes.fetch,
+            local.FetchBlocks: self.wishes.blocks,
+            local.FetchGo: self.wishes.go,
+            local.Cancel: self.wishes.cancel,
             local.Release: self._release,
             local.Renew: self._renew,
             local.Ping: lambda session, m: self.sessions.send(session, local.Pong(m.seq)),

@@ -74,7 +74,8 @@ class _GroupManifest:
             raise Refusal(Code.BAD_MESSAGE, f"group {self.index}: a source block list does not fit")
         base = len(self.src) // 4
         nulls = has_null(packed)
-        for i, block in enumerate(unpack(packed)):
+        ids = unpack(packed)
+        for i, block in enumerate(ids if max(ids) >= num_blocks else ()):
             if block < num_blocks:
                 continue
             if block != NULL:

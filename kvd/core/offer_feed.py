@@ -43,9 +43,11 @@ class OfferFeed:
             return Code.BAD_MESSAGE, f"more blocks than the {memory.num_blocks} of the engine"
         if self._offers.num_blocks + count > self._ctx.config.max_blocks:
             return Code.OVERLOADED, "max_blocks is reached"
-        for block in unpack(message.blocks):
-            if block >= memory.num_blocks and block != NULL:
-                return Code.BAD_MESSAGE, f"block {block} of {memory.num_blocks}"
+        ids = unpack(message.blocks)
+        if count and max(ids) >= memory.num_blocks:
+            wrong = [block for block in ids if block >= memory.num_blocks and block != NULL]
+            if wrong:
+                return Code.BAD_MESSAGE, f"block {wrong[0]} of {memory.num_blocks}"
         return None
 
     def digests(self, session: Session, message: local.OfferDigests) -> None:

@@ -6,7 +6,6 @@ the last grant (lingering). How far prefill has come (`valid`, `sealed`) is apar
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -20,9 +19,8 @@ from kvd.protocol import local
 from kvd.protocol.codes import Code
 
 if TYPE_CHECKING:
-    from kvd.core.grants import Grants, Request
-
-TOLD_GENERATIONS = 16
+    from kvd.core.grant import Request
+    from kvd.core.grants import Grants
 
 
 class OfferState(StrEnum):
@@ -81,8 +79,6 @@ class Tombstone:
 
     generation: int
     reason: Code
-    told: deque[int]
-    """Generations of which the shim has heard the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +126,13 @@ class Offers:
             # generation would make two.
             self.ctx.refused(Code.DUPLICATE, "Offer", live.label)
             return
-        if tomb is not None and generation in tomb.told:
-            self.ctx.refused(Code.DUPLICATE, "Offer", f"{transfer_id}#{generation} has ended")
-            return
         newest = max(
             live.generation if live is not None else -1,
             tomb.generation if tomb is not None else -1,
         )
-        if generation < newest:
-            self._refuse(session, message, Code.STALE_GENERATION, f"{newest} was offered")
+        if generation <= newest:
+            code = Code.DUPLICATE if generation == newest else Code.STALE_GENERATION
+            self._refuse(session, message, code, f"{newest} was offered")
             return
         if live is not None:
             self.fire(live, OfferEvent.STOPPED, Stop(Code.REVOKED, again=True))
@@ -269,7 +263,7 @@ class Offers:
         ]
 
     def _released_before(self, engine_id: str, transfer_id: str, generation: int | None) -> bool:
-        """Whether what a release asks for has ended already, so that none can come after it."""
+        """Whether what a release asks for has ended already, so that no offer for it can come."""
         for session in self._sessions.producing(engine_id):
             tomb = self.tombstone(session, transfer_id)
             if tomb is None:
@@ -287,7 +281,7 @@ class Offers:
         label = f"{message.transfer_id}#{message.generation}"
         self.ctx.refused(code, "Offer", f"{label}: {detail}")
         self._bury(session, message.transfer_id, message.generation, code)
-        if code is not Code.STALE_GENERATION:
+        if code not in (Code.STALE_GENERATION, Code.DUPLICATE):
             self.grants.offer_refused(session, message.transfer_id, message.generation, code)
 
     def _bury(self, session: Session, transfer_id: str, generation: int, reason: Code) -> None:
@@ -295,10 +289,9 @@ class Offers:
         key = (session.id, transfer_id)
         tomb = self.tombstones.get(key, self.ctx.now)
         if tomb is None:
-            tomb = Tombstone(generation, reason, deque(maxlen=TOLD_GENERATIONS))
+            tomb = Tombstone(generation, reason)
         elif generation > tomb.generation:
             tomb.generation, tomb.reason = generation, reason
-        tomb.told.append(generation)
         self.tombstones.put(key, tomb, self.ctx.now)
         self._sessions.send(session, local.OfferEnded(transfer_id, generation, str(reason)))
 

@@ -16,7 +16,7 @@ from kvd.protocol.codes import Code
 from kvd.protocol.types import PeerAddr
 
 if TYPE_CHECKING:
-    from kvd.core.attachments import Attachment
+    from kvd.core.attachment import Attachment
 
 MAX_BACKLOG = 4096
 

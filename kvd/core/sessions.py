@@ -13,10 +13,10 @@ from kvd.protocol.codes import Code
 from kvd.protocol.types import Geometry, LayerLayout, Rank, Role
 
 if TYPE_CHECKING:
-    from kvd.core.attachments import Attachment
+    from kvd.core.attachment import Attachment
     from kvd.core.clients import ClientAttachment
     from kvd.core.fetch import Fetch
-    from kvd.core.grants import Request
+    from kvd.core.grant import Request
     from kvd.core.offers import Offer
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvd.core.attachments import AttachState
+from kvd.core.attachment import AttachState
 from kvd.core.fetch import FetchState
 from kvd.core.offers import OfferState
 

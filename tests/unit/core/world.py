@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import TypeVar
 
@@ -80,7 +81,7 @@ class Engine:
 
     def took(self, kind: type[T]) -> list[T]:
         """Take the messages of one kind out of the inbox."""
-        found = [message for message in self.inbox if isinstance(message, kind)]
+        found: list[T] = [message for message in self.inbox if isinstance(message, kind)]
         self.inbox = [message for message in self.inbox if not isinstance(message, kind)]
         return found
 
@@ -358,7 +359,7 @@ class Node:
                 if world.auto_stop:
                     for job, pull in list(self.pulls.items()):
                         if pull.fetch_id == fetch_id:
-                            world.post(lambda job=job: world.fail_pull(self, job, Code.CANCELLED))
+                            world.post(partial(world.fail_pull, self, job, Code.CANCELLED))
             case ins.OpenTicket(ticket):
                 assert ticket not in self.tickets
                 assert ticket not in self.closed_tickets

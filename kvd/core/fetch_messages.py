@@ -18,7 +18,7 @@ MAX_FETCH_BLOCKS = 2**18
 """Of all groups together: the bitmaps of FetchDone must fit into one local frame."""
 
 
-class Requests:
+class Wishes:
     """From the shim."""
 
     def __init__(self, ctx: Context, sessions: Sessions, fetches: Fetches, jobs: Jobs) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ async def start_daemon(
     argv = _argv(program, socket, listen, metrics, config)
     log = folder / f"{name}-daemon-{life}.log"
     child = children.start(
-        f"{name} daemon", argv, log=log, env={"KVD_DIE_WITH_PARENT": "1"}, grace_s=10.0
+        f"{name} daemon", argv, log=log, env={"KVD_DIE_WITH_PARENT": str(os.getpid())}, grace_s=10.0
     )
 
     async def ready() -> bool:

@@ -53,16 +53,19 @@ def damage(memory: EngineMemory, job: PullJob) -> None:
     """
     piece = job.pieces[0]
     block = int.from_bytes(piece.dst[:4], "little")
+    layers = [
+        layer
+        for layer in range(piece.first_layer, piece.first_layer + piece.num_layers)
+        if memory.layers[layer].group == piece.group
+    ]
     table = memory.tables[piece.group]
-    rows = range(*table.rows(piece.first_layer, piece.num_layers).indices(len(table.order)))
-    layer = table.order[rows[len(rows) // 2]]
+    rows = table.rows(layers[len(layers) // 2], 1)
+    regions = zip(table.offset[rows], table.stride[rows], table.nbytes[rows], strict=True)
     with memory.pinned():
-        for row in rows:
-            if table.order[row] == layer:
-                offset = int(table.offset[row] + block * table.stride[row])
-                view = memory.view(offset, (int(table.nbytes[row]),), (1,))
-                np.bitwise_xor(view, HIGHEST_BIT, out=view)
-                del view
+        for offset, stride, nbytes in regions:
+            view = memory.view(int(offset + block * stride), (int(nbytes),), (1,))
+            np.bitwise_xor(view, HIGHEST_BIT, out=view)
+            del view
 
 
 def install(pullers: Iterable[type[Any]]) -> None:
@@ -75,7 +78,7 @@ def main() -> int:
     """Run the kvd command with damaging pullers."""
     from kvd.cli import main as kvd
     from kvd.transport.shm import ShmPuller
-    from kvd.transport.tcp import TcpPuller
+    from kvd.transport.tcp_puller import TcpPuller
 
     install([ShmPuller, TcpPuller])
     return kvd(sys.argv[1:])

@@ -30,7 +30,6 @@ class Prompt:
     """
 
     name: str
-    what: str
     text: str
     hits: int = 0
     n: int = 1
@@ -53,9 +52,9 @@ class Prompt:
             "stream": True,
         }
         if self.n > 1:
-            # vLLM refuses n > 1 with greedy sampling; with a seed it is as repeatable, and the
-            # answers differ from each other, so that mixing them up would show.
-            body |= {"n": self.n, "temperature": 1.0, "seed": 20}
+            # vLLM refuses n > 1 with greedy sampling. One candidate a token comes to the same. (A
+            # seed would do, but vLLM's CPU worker dies of one where a prompt takes two chunks.)
+            body |= {"n": self.n, "temperature": 1.0, "top_k": 1}
         return body
 
 
@@ -67,30 +66,27 @@ def prompts(block_size: int, chunk: int) -> list[Prompt]:
     first = _text("first of many chunks", long)
     again = _text("asked again", repeated)
     rows = [
-        Prompt("short", "shorter than one block", _text("short", block_size * 2 // 3)),
-        Prompt("one block", "exactly one block", _text("whole", block_size)),
-        Prompt("one more", "one block and one token", _text("one over", block_size + 1)),
-        Prompt("blocks", "several blocks, the last partial", _text("some", 3 * block_size + 5)),
-        Prompt("chunks", "several prefill chunks", first),
+        Prompt("shorter than one block", _text("short", block_size * 2 // 3)),
+        Prompt("exactly one block", _text("whole", block_size)),
+        Prompt("one block and one token", _text("one over", block_size + 1)),
+        Prompt("several blocks, last partial", _text("some", 3 * block_size + 5)),
+        Prompt("several prefill chunks", first),
         Prompt(
-            "prefix",
-            "shares its start with the row above",
+            "same start as the row above",
             first[:shared] + _text("but ends in another way", 2 * block_size + 7),
             hits=shared,
         ),
-        Prompt("twice, 1", "sent twice: the first time", again),
+        Prompt("sent twice: the first time", again),
         Prompt(
-            "twice, 2",
-            "sent twice: decode holds its full blocks",
+            "sent twice: the second time",
             again,
             hits=(repeated - 1) // block_size * block_size,
         ),
-        Prompt("n=2", "one prompt, two answers", _text("two answers", 4 * block_size + 9), n=2),
+        Prompt("two answers (n=2)", _text("two answers", 4 * block_size + 9), n=2),
     ]
     for i, blocks in enumerate((2, 4, 6, 9)):
-        size = blocks * block_size + 3 * i
-        text = _text(f"{i} of 4", size)
-        rows.append(Prompt(f"at once {i + 1}", "one of four sent at once", text, together=0))
+        text = _text(f"{i} of 4", blocks * block_size + 3 * i)
+        rows.append(Prompt(f"four at once: {i + 1}", text, together=0))
     return rows
 
 

@@ -19,11 +19,11 @@ def show(console: Console, results: Results, seconds: float) -> None:
     console.print(_table(results))
     console.print()
     found = checks(results)
+    grid = Table.grid(padding=(0, 1))
     for check in found:
-        mark = Text("  ok  ", "green") if check.ok else Text(" FAIL ", "bold white on red")
-        line = Text.assemble(mark, " ", (check.name, "bold"), ": ", check.detail)
-        line.overflow = "fold"
-        console.print(line)
+        mark = Text(" ok ", "green") if check.ok else Text("FAIL", "bold white on red")
+        grid.add_row(Text(), mark, Text.assemble((check.name, "bold"), ": ", check.detail))
+    console.print(grid)
     console.print()
     failed = sum(not check.ok for check in found)
     if failed:
@@ -83,7 +83,6 @@ def _row(row: Row, results: Results) -> dict[str, Any]:
     where = row.difference
     return {
         "name": row.name,
-        "what": row.what,
         "prompt_tokens": row.prompt_tokens,
         "n": row.n,
         "local_hits": row.local_hits,
@@ -102,9 +101,8 @@ def _row(row: Row, results: Results) -> dict[str, Any]:
 
 
 def _table(results: Results) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column("prompt", no_wrap=True)
-    table.add_column("what it is", ratio=1)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("prompt")
     for name in ("prompt\ntokens", "tokens\nfetched", "bytes", "blocks"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("transfer\nms", "TTFT\nms"):
@@ -113,7 +111,6 @@ def _table(results: Results) -> Table:
     for row in results.rows:
         table.add_row(
             row.name,
-            row.what,
             f"{row.prompt_tokens}",
             f"{row.fetched_tokens}",
             f"{row.nbytes:,}",
@@ -125,7 +122,6 @@ def _table(results: Results) -> Table:
     table.add_section()
     table.add_row(
         "all",
-        "",
         f"{sum(row.prompt_tokens for row in results.rows)}",
         f"{results.fetched_tokens}",
         f"{sum(row.nbytes for row in results.rows):,}",

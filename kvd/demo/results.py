@@ -23,7 +23,6 @@ class Row:
     """
 
     name: str
-    what: str
     length: int
     n: int
     expected_hits: int

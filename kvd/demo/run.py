@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kvd.demo.client import Answer, DemoError, until
 from kvd.demo.daemons import DaemonCounts, daemon_counts
@@ -78,7 +79,6 @@ async def _alone(stack: Stack, asked: list[Prompt]) -> tuple[list[Answer], int]:
     with stack.narrator.steps("   alone", len(asked)) as steps:
         for i, prompt in enumerate(asked):
             body = prompt.body(MODEL, OUTPUT_TOKENS, f"{ALONE}-{i}")
-            # With n > 1 the second answer would find the first one's blocks.
             answer = await _one_by_one(stack, engine.url, body, prompt.n)
             if answer.error:
                 raise DemoError(
@@ -148,15 +148,13 @@ async def _ask(stack: Stack, group: list[Prompt], salt: str) -> list[Answer]:
     )
 
 
-async def _one_by_one(stack: Stack, url: str, body: dict[str, object], n: int) -> Answer:
-    """`n` answers by `n` requests. vLLM gives the i-th answer of a seeded request seed + i."""
+async def _one_by_one(stack: Stack, url: str, body: dict[str, Any], n: int) -> Answer:
+    """`n` answers by as many requests, so that none finds the blocks of another."""
     if n == 1:
         return await stack.client.complete(url, body)
     whole = Answer()
-    seed, salt = body["seed"], body["cache_salt"]
-    assert isinstance(seed, int)
     for i in range(n):
-        one = {**body, "n": 1, "seed": seed + i, "cache_salt": f"{salt}-{i}"}
+        one = {**body, "n": 1, "cache_salt": f"{body['cache_salt']}-{i}"}
         answer = await stack.client.complete(url, one)
         whole.tokens += answer.tokens
         whole.error = whole.error or answer.error
@@ -183,7 +181,6 @@ def _seen(stack: Stack, answer: Answer, local_hits: int) -> Seen:
 def _row(prompt: Prompt, alone: Answer, seen: Seen) -> Row:
     return Row(
         name=prompt.name,
-        what=prompt.what,
         length=prompt.tokens,
         n=prompt.n,
         expected_hits=prompt.hits,

@@ -23,19 +23,19 @@ Ints = NDArray[np.int64]
 class RegionTable:
     """Regions of one group's layers, in the order layer, then region. All columns have one length.
 
-    `order`: global layer index, ascending. `offset`: of block 0, from the start of the engine's
+    `layer`: global layer index, ascending. `offset`: of block 0, from the start of the engine's
     reservation. `stride`, `nbytes`: as in `Region`.
     """
 
-    order: tuple[int, ...]
+    layer: tuple[int, ...]
     offset: Ints
     stride: Ints
     nbytes: Ints
 
     def rows(self, first_layer: int, num_layers: int) -> slice:
         """The rows of layers `[first_layer, first_layer + num_layers)`."""
-        lo = bisect.bisect_left(self.order, first_layer)
-        return slice(lo, bisect.bisect_left(self.order, first_layer + num_layers, lo))
+        lo = bisect.bisect_left(self.layer, first_layer)
+        return slice(lo, bisect.bisect_left(self.layer, first_layer + num_layers, lo))
 
 
 def check_layers(

@@ -62,7 +62,12 @@ class Puller(Protocol):
 
 @dataclass(slots=True)
 class TicketView:
-    """What one ticket admits to. The data server's threads read it; only the loop replaces it."""
+    """What one ticket admits to. The data server's threads read it; only the loop replaces it.
+
+    `blocks[g]`: packed source ids; entry i is index i of the fetch, and block `first_index + i`
+    of the producer's table. `valid` are in producer tokens; `block_size`, tokens per block, lets
+    the server check them (with 0 it can only check that the layers have a watermark at all).
+    """
 
     memory: EngineMemory
     fence_slot: int
@@ -70,6 +75,7 @@ class TicketView:
     first_index: int
     blocks: tuple[bytes, ...]
     valid: tuple[Watermark, ...]
+    block_size: int = 0
 
 
 class DataServer(Protocol):

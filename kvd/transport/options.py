@@ -1,0 +1,25 @@
+"""What a daemon sets for its transports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TransportOptions:
+    """Seconds for `_s`, counts otherwise; see `kvd.config` for what they mean to an operator.
+
+    `transport`: "auto" or the one that alone will do. `first_frame_s`: how long an accepted data
+    connection may take to show a ticket that is known here. `idle_s`: how long one that did may
+    then do nothing.
+    """
+
+    transport: str = "auto"
+    shm_threads: int = 2
+    tcp_streams: int = 2
+    tcp_congestion: str = ""
+    data_timeout_s: float = 10.0
+    connect_timeout_s: float = 5.0
+    max_data_connections: int = 256
+    first_frame_s: float = 5.0
+    idle_s: float = 300.0

@@ -1,0 +1,109 @@
+"""Which transports exist, which can be used here, and how each end of one is made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvd.memory.engine import EngineMemory
+from kvd.protocol.codes import Code
+from kvd.transport.base import TransportError
+from kvd.transport.copy_pool import CopyPool
+from kvd.transport.options import TransportOptions
+from kvd.transport.shm import ShmPuller
+from kvd.transport.tcp_puller import TcpPuller
+from kvd.transport.tcp_server import TcpServer
+from kvd.transport.tcp_socket import check_congestion
+
+BUILT_IN = ("shm", "tcp")
+"""Best first."""
+
+NOT_BUILT = {
+    "cuda_ipc": "not built into this version; needs CUDA memory that both daemons can open",
+    "nccl": "not built into this version; needs CUDA and NCCL on both hosts",
+}
+
+POOL_CLOSE_S = 5.0
+
+
+def available(options: TransportOptions) -> list[str]:
+    """The transports that this daemon may use, best first.
+
+    "auto" gives all that work here; a name gives that one alone, or raises TransportError
+    (TRANSPORT_UNAVAILABLE with the reason): what was asked for is never silently replaced.
+    """
+    if options.transport == "auto":
+        return list(BUILT_IN)
+    check_name(options.transport)
+    return [options.transport]
+
+
+def check_name(name: str) -> None:
+    """Raises TransportError (TRANSPORT_UNAVAILABLE) unless the transport is built in."""
+    if name in BUILT_IN:
+        return
+    reason = NOT_BUILT.get(name, f"unknown; there are {', '.join((*BUILT_IN, *NOT_BUILT))}")
+    raise TransportError(Code.TRANSPORT_UNAVAILABLE, f"transport {name!r}: {reason}")
+
+
+class Transports:
+    """Makes pullers and servers for one daemon; they share its copy threads."""
+
+    def __init__(self, options: TransportOptions) -> None:
+        """Raises TransportError if the options name what cannot be had here."""
+        self.options = options
+        self.names = available(options)
+        check_congestion(options.tcp_congestion)
+        self._pool = CopyPool(options.shm_threads) if "shm" in self.names else None
+
+    def shm(self, local: EngineMemory, remote: EngineMemory) -> ShmPuller:
+        """A puller from a peer's memory on this host; raises TransportError."""
+        if self._pool is None:
+            raise TransportError(
+                Code.TRANSPORT_UNAVAILABLE, f"shm: transport is {self.options.transport!r}"
+            )
+        return ShmPuller(local, remote, self._pool)
+
+    def tcp(self, local: EngineMemory, host: str, port: int, remote_blocks: int) -> TcpPuller:
+        """A puller from the data port at an address in numbers; raises TransportError."""
+        if "tcp" not in self.names:
+            raise TransportError(
+                Code.TRANSPORT_UNAVAILABLE, f"tcp: transport is {self.options.transport!r}"
+            )
+        return TcpPuller(local, host, port, remote_blocks, self.options)
+
+    def open_puller(
+        self,
+        name: str,
+        local: EngineMemory,
+        *,
+        remote: EngineMemory | None = None,
+        host: str = "",
+        port: int = 0,
+        remote_blocks: int = 0,
+    ) -> ShmPuller | TcpPuller:
+        """By name: "shm" takes `remote`, "tcp" host, port and blocks. Raises TransportError."""
+        check_name(name)
+        if name == "tcp":
+            return self.tcp(local, host, port, remote_blocks)
+        if remote is None:
+            raise TransportError(Code.TRANSPORT_UNAVAILABLE, "shm: the peer passed no memory")
+        return self.shm(local, remote)
+
+    def start_server(
+        self, host: str, port: int, admit: Callable[[str], bool] | None = None
+    ) -> TcpServer | None:
+        """The data server, listening; None if no transport here needs one.
+
+        `admit(address)` says whether a host may connect. Raises TransportError.
+        """
+        if "tcp" not in self.names:
+            return None
+        if admit is None:
+            return TcpServer(host, port, self.options)
+        return TcpServer(host, port, self.options, admit)
+
+    async def aclose(self) -> None:
+        """Ends the copy threads; all pullers and servers were closed before."""
+        if self._pool is not None:
+            await asyncio.to_thread(self._pool.close, POOL_CLOSE_S)

@@ -11,19 +11,19 @@ import resource
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
-import uvloop
 
 from kvd import __version__, logging
-from kvd.daemon import Daemon
 from kvd.errors import ConfigError
 from kvd.local.listener import BindError
 from kvd.memory.tunables import reexec_env
-from kvd.metrics import Metrics
-from kvd.settings import Settings
 from kvd.systemd import Notifier
+
+if TYPE_CHECKING:
+    from kvd.daemon import Daemon
+    from kvd.settings import Settings
 
 log = structlog.get_logger("kvd.lifecycle")
 
@@ -44,6 +44,9 @@ def run(settings: Settings, *, reexec: bool = True) -> int:
         return 0
     if reexec:
         _reexec_once()
+    # Only now: what is imported before executing anew is imported twice.
+    import uvloop
+
     logging.setup(settings.log_format, settings.log_level)
     try:
         _raise_file_limit()
@@ -63,6 +66,9 @@ def _fail(detail: str, status: int) -> int:
 
 
 async def _serve(settings: Settings) -> int:
+    from kvd.daemon import Daemon
+    from kvd.metrics import Metrics
+
     notifier = Notifier(os.environ)
     daemon = Daemon(settings, Metrics())
     discovery = DiscoveryFile(settings.discovery_file)

@@ -230,6 +230,7 @@ class LocalServer:
                 fence_slots=memory.fence_slots,
             )
         )
+        session.registered()
 
     async def _release(self, session: Session) -> None:
         mapping = self._mapping.get(session.number)

@@ -112,6 +112,11 @@ class Session:
             self.stage = Stage.REGISTERED
             self._read_on()
 
+    def registered(self) -> None:
+        """The core knows the memory: offers and fetches may come, unless it refused."""
+        if self.stage is Stage.REGISTERED and not self.refused and self.memory is not None:
+            self.send(local.Registered(self.memory.nbytes))
+
     def send(self, message: local.ToShim) -> None:
         """Sends or queues; a shim that does not read is thrown out at the queue's bound."""
         if self._frames is None:

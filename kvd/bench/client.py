@@ -18,7 +18,7 @@ import numpy as np
 
 from connector_shim.client import Client
 from connector_shim.errors import ClientError
-from connector_shim.events import Down, Event, Up
+from connector_shim.events import Down, Event
 from kvd.bench import oracle
 from kvd.bench.memory import Shape, describe, map_pools
 from kvd.bench.presets import BLOCK_TOKENS
@@ -83,24 +83,16 @@ class BenchClient:
     def _events(self, timeout: float) -> list[Event]:
         events = self._client.poll(timeout)
         for event in events:
-            if isinstance(event, Down) and self._client.welcome is not None:
-                raise BenchError(f"the daemon was lost: {event.code} {event.detail}")
+            if isinstance(event, Down):
+                raise BenchError(f"no daemon: {event.code} {event.detail}")
         return events
 
     def up(self, command: dict[str, Any]) -> Answer:
         """Wait until the daemon has taken the memory; answers with where it can be reached."""
-        deadline = time.monotonic() + UP_TIMEOUT_S
-        last = "no answer"
-        while (left := deadline - time.monotonic()) > 0:
-            for event in self._client.poll(left):
-                if isinstance(event, Up):
-                    return {
-                        "host": event.welcome.advertise.host,
-                        "port": event.welcome.advertise.port,
-                    }
-                if isinstance(event, Down):
-                    last = f"{event.code} {event.detail}"
-        raise BenchError(f"not registered within {UP_TIMEOUT_S:.0f} s: {last}")
+        self._client.wait_up(UP_TIMEOUT_S)
+        welcome = self._client.welcome
+        assert welcome is not None
+        return {"host": welcome.advertise.host, "port": welcome.advertise.port}
 
     def offer(self, command: dict[str, Any]) -> Answer:
         """Offer `transfers`, each a transfer id and the blocks that it holds, all of them valid."""

@@ -21,6 +21,7 @@ from kvd.protocol.codes import Code
 from kvd.protocol.types import PeerAddr
 from kvd.tasks import TaskSet
 from kvd.transport.base import Puller, PullJob, TransportError
+from kvd.transport.tcp_puller import TcpPuller
 
 log = structlog.get_logger("kvd.attachments")
 
@@ -30,7 +31,7 @@ OPEN_TIMEOUT_S = 5.0
 
 
 class PullerFactory(Protocol):
-    """Makes the pullers; `kvd.transports.Transports` is one."""
+    """Makes the pullers; `kvd.transport.registry.Transports` is one."""
 
     def shm(self, local: EngineMemory, remote: EngineMemory) -> Puller: ...
 
@@ -44,6 +45,8 @@ class _Attachment:
     puller: Puller | None = None
     remote: EngineMemory | None = None
     closing: bool = False
+    late_bytes: int = 0
+    """Counted so far."""
 
 
 class Attachments:
@@ -67,6 +70,7 @@ class Attachments:
         self._pullers = pullers
         self._open: dict[str, _Attachment] = {}
         self._leaving: set[_Attachment] = set()
+        self._late_bytes = 0
         self._jobs: dict[int, tuple[_Attachment, str]] = {}
 
     # --- instructions -----------------------------------------------------------------------
@@ -126,6 +130,12 @@ class Attachments:
         """Bytes of peers' memory that are mapped now."""
         entries = [*self._open.values(), *self._leaving]
         return sum(e.remote.nbytes for e in entries if e.remote is not None)
+
+    def take_late_bytes(self) -> int:
+        """Bytes that came after their fetch had ended, and were not counted yet."""
+        entries = [*self._open.values(), *self._leaving]
+        late, self._late_bytes = self._late_bytes, 0
+        return late + sum(_new_late_bytes(entry) for entry in entries)
 
     @property
     def num_jobs(self) -> int:
@@ -243,6 +253,7 @@ class Attachments:
         try:
             if entry.puller is not None:
                 await entry.puller.aclose()
+                self._late_bytes += _new_late_bytes(entry)
             remote = entry.remote
             if remote is not None:
                 remote.close_when_unpinned()
@@ -252,6 +263,13 @@ class Attachments:
                 log.info("peer_memory_unmapped", attach_id=entry.attach_id, nbytes=remote.nbytes)
         finally:
             self._leaving.discard(entry)
+
+
+def _new_late_bytes(entry: _Attachment) -> int:
+    if not isinstance(entry.puller, TcpPuller):
+        return 0
+    before, entry.late_bytes = entry.late_bytes, entry.puller.statistics()["late_bytes"]
+    return entry.late_bytes - before
 
 
 def _close_fds(fds: list[int]) -> None:

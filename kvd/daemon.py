@@ -16,6 +16,7 @@ from kvd.addresses import LINK_SUFFIX, parse_network
 from kvd.attachments import Attachments
 from kvd.core import events
 from kvd.core.machine import Core
+from kvd.data_plane import DataPlane
 from kvd.dispatch import Dispatcher
 from kvd.drops import Drops
 from kvd.errors import KvdError
@@ -35,7 +36,6 @@ from kvd.protocol.version import PROTO_MAJOR, PROTO_MINOR
 from kvd.reactor import Reactor
 from kvd.settings import Settings
 from kvd.tasks import TaskSet
-from kvd.transports import Transports
 
 log = structlog.get_logger("kvd.daemon")
 
@@ -72,7 +72,7 @@ class Daemon:
         self._executor = ThreadPoolExecutor(MEMORY_THREADS, thread_name_prefix="kvd-memory")
         self._context = zmq.asyncio.Context()
         self._http = HttpServer(metrics, ready=self._not_ready)
-        self._transports = Transports(settings, metrics, self._drops)
+        self._data = DataPlane(settings, metrics)
         self._server = PeerServer(
             self._context,
             feed=self._feed,
@@ -96,7 +96,7 @@ class Daemon:
         told = settings.advertise_at
         self.advertise = bound if told is None else PeerAddr(told.host, told.port or bound.port)
         self.identity = identify(bound, __version__)
-        await self._transports.start()
+        self._data.start()
         if settings.metrics_at is not None:
             await self._http.start(settings.metrics_at)
 
@@ -145,7 +145,7 @@ class Daemon:
             executor=self._executor,
             memory_of=self._local.memory,
             peer_of=self._peers.get,
-            pullers=self._transports,
+            pullers=self._data.transports,
         )
         dispatcher = Dispatcher(
             feed=self._feed,
@@ -153,7 +153,7 @@ class Daemon:
             server=self._server,
             peers=self._peers,
             attachments=self._attachments,
-            transports=self._transports,
+            data=self._data,
             metrics=self.metrics,
         )
         self._reactor = Reactor(
@@ -172,7 +172,7 @@ class Daemon:
             "listen": str(bound),
             "advertise": str(self.advertise),
             "metrics": "" if self._http.address is None else str(self._http.address),
-            "data_port": self._transports.data_port,
+            "data_port": self._data.port,
         }
         log.info("started", daemon_id=self.identity.daemon_id, **self.addresses)
 
@@ -209,7 +209,7 @@ class Daemon:
         for task in self._background:
             task.cancel()
         await self._http.aclose()
-        await self._transports.aclose()
+        await self._data.aclose()
         if not await self._tasks.wait(STOP_TIMEOUT_S):
             await self._tasks.cancel()
         self._server.close()
@@ -249,6 +249,8 @@ class Daemon:
         metrics.set_clients(len(self._server))
         metrics.set_sessions(len(self._local))
         metrics.set_mapped_bytes(self._local.mapped_nbytes() + self._attachments.mapped_nbytes())
+        metrics.late_bytes(self._attachments.take_late_bytes())
+        self._data.count()
 
     # --- inside -----------------------------------------------------------------------------
 

@@ -11,13 +11,13 @@ import structlog
 from kvd.attachments import Attachments
 from kvd.core import events
 from kvd.core import instructions as ask
+from kvd.data_plane import DataPlane
 from kvd.local.server import LocalServer
 from kvd.metrics import Metrics
 from kvd.peers.server import PeerServer
 from kvd.peers.table import PeerTable
 from kvd.protocol import peer
 from kvd.protocol.codes import Code
-from kvd.transports import Transports
 
 log = structlog.get_logger("kvd.core")
 
@@ -38,7 +38,7 @@ class Dispatcher:
         server: PeerServer,
         peers: PeerTable,
         attachments: Attachments,
-        transports: Transports,
+        data: DataPlane,
         metrics: Metrics,
     ) -> None:
         self._feed = feed
@@ -46,7 +46,7 @@ class Dispatcher:
         self._server = server
         self._peers = peers
         self._attachments = attachments
-        self._transports = transports
+        self._data = data
         self._metrics = metrics
         self._table: dict[type, Callable[[Any], None]] = {}
         self._enter(ask.SendShim, lambda i: local.send(i.session, i.message))
@@ -60,8 +60,8 @@ class Dispatcher:
         self._enter(ask.StartPull, attachments.start_pull)
         self._enter(ask.StopPulls, lambda i: attachments.stop_pulls(i.fetch_id))
         self._enter(ask.OpenTicket, self._open_ticket)
-        self._enter(ask.ExtendTicket, transports.extend_ticket)
-        self._enter(ask.CloseTicket, lambda i: transports.close_ticket(i.ticket))
+        self._enter(ask.ExtendTicket, data.extend_ticket)
+        self._enter(ask.CloseTicket, lambda i: data.close_ticket(i.ticket))
         self._enter(ask.Record, self._record)
 
     def carry_out(self, instruction: ask.Instruction) -> None:
@@ -113,13 +113,13 @@ class Dispatcher:
     def _send_client(self, i: ask.SendClient) -> None:
         message = i.message
         if isinstance(message, peer.AttachOk) and message.transport == "tcp":
-            message = msgspec.structs.replace(message, data_port=self._transports.data_port)
+            message = msgspec.structs.replace(message, data_port=self._data.port)
         self._server.send(i.client, message)
 
     def _open_ticket(self, i: ask.OpenTicket) -> None:
         memory = self._local.memory(i.session)
         if memory is not None:
-            self._transports.open_ticket(i, memory, self._local.block_size(i.session))
+            self._data.open_ticket(i, memory, self._local.block_size(i.session))
 
     def _record(self, i: ask.Record) -> None:
         self._metrics.record(i)

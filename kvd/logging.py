@@ -8,6 +8,7 @@ lines that do not fit are counted, and the count is logged once there is room ag
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import queue
 import sys
@@ -38,7 +39,8 @@ class LineHandler(logging.Handler):
         self._lines: queue.Queue[str | None] = queue.Queue(queue_lines)
         self._closing = threading.Event()
         self.dropped = 0
-        """Lines that did not fit and were not reported yet."""
+        """Lines that did not fit, in all. Counted under the handler's own lock."""
+        self._reported = 0
         self._thread = threading.Thread(target=self._write, name="kvd-log", daemon=True)
         self._thread.start()
 
@@ -56,16 +58,27 @@ class LineHandler(logging.Handler):
 
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:
-            try:
+            # stderr may be closed, or its reader gone: then there is nobody left to tell.
+            with contextlib.suppress(OSError, ValueError):
                 self._stream.write(f"{line}\n")
                 if self._lines.empty():
+                    self._report()
                     self._stream.flush()
-            except (OSError, ValueError):
-                # stderr is closed or its reader is gone; there is nobody left to tell.
-                continue
-            if self.dropped and self._lines.empty() and not self._closing.is_set():
-                count, self.dropped = self.dropped, 0
-                structlog.get_logger("kvd.logging").warning("log_lines_dropped", count=count)
+        with contextlib.suppress(OSError, ValueError):
+            self._report()
+            self._stream.flush()
+
+    def _report(self) -> None:
+        total = self.dropped
+        if total == self._reported:
+            return
+        # Not through the queue, where this line could be lost as well.
+        record = logging.LogRecord(
+            "kvd.logging", logging.WARNING, __file__, 0, "log_lines_dropped", None, None
+        )
+        record.count = total - self._reported
+        self._stream.write(f"{self.format(record)}\n")
+        self._reported = total
 
     def close(self) -> None:
         """Writes what is queued, for at most CLOSE_TIMEOUT_S. Harmless when repeated."""

@@ -264,7 +264,11 @@ class Metrics:
 
     def value(self, name: str, **labels: str) -> float | None:
         """One sample by its exposed name (`kvd_fetches_total`), or None where there is none."""
-        return self.registry.get_sample_value(name, labels)
+        for family in self.registry.restricted_registry([name]).collect():
+            for sample in family.samples:
+                if sample.name == name and sample.labels == labels:
+                    return float(sample.value)
+        return None
 
     # --- making -----------------------------------------------------------------------------
 

@@ -9,9 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
-from tests.plugins import leaks
-from tests.plugins.waiting import wait_for, wait_for_async
+# How fast a machine is says nothing about the code.
+settings.register_profile(
+    "kvd", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("kvd")
+
+pytest.register_assert_rewrite("tests.plugins.leaks", "tests.plugins.daemons")
+
+from tests.plugins import leaks  # noqa: E402
+from tests.plugins.waiting import wait_for, wait_for_async  # noqa: E402
 
 __all__ = ["wait_for", "wait_for_async"]
 

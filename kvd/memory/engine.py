@@ -128,7 +128,13 @@ class EngineMemory:
         """The fence table's word in `slot` now; raises MemoryRefused without one or outside it."""
         fence = self._fence
         if fence is None:
-            raise MemoryRefused(f"fence slot {slot}: the engine passed no fence table")
+            gone = "is closed" if self._closing else "was never passed"
+            raise MemoryRefused(f"fence slot {slot}: the engine's fence table {gone}")
+        if not 0 <= slot < fence.slots:
+            # Raised here and not by the reader: an exception keeps the frames that it passed
+            # through, and a frame of the reader would keep the table mapped.
+            slots, fence = fence.slots, None
+            raise MemoryRefused(f"fence slot {slot}: the table has {slots}")
         return fence.word(slot)
 
     def view(self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Bytes:

@@ -66,11 +66,6 @@ class FenceReader:
         self._words: NDArray[np.uint64] = space.array()[: slots * WORD].view("<u8")
 
     def word(self, slot: int) -> int:
-        """The slot's word as it is now, loaded after everything that the caller read before.
-
-        Raises MemoryRefused when the slot is out of range.
-        """
-        if not 0 <= slot < self.slots:
-            raise MemoryRefused(f"fence slot {slot}: the table has {self.slots}")
+        """The word of a slot below `slots`, loaded after everything that the caller read before."""
         self._barrier()
         return int(self._words[slot])

@@ -1,0 +1,42 @@
+"""The contract suite's fixtures: one run of each test for every transport."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import pytest
+
+from tests.contract.harness import HARNESSES, Harness
+from tests.contract.rig import Rig, Shape
+
+Connect = Callable[..., AbstractAsyncContextManager[tuple[Rig, Harness]]]
+
+
+@pytest.fixture(params=list(HARNESSES))
+def transport(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def connect(transport: str, monkeypatch: pytest.MonkeyPatch) -> Connect:
+    """`async with connect(shape, (src blocks, dst blocks), styles) as (rig, harness)`."""
+
+    @asynccontextmanager
+    async def connected(
+        shape: Shape,
+        num_blocks: tuple[int, int] = (40, 48),
+        styles: tuple[str, str] = ("layers", "layers"),
+    ) -> AsyncIterator[tuple[Rig, Harness]]:
+        rig = Rig.make(shape, num_blocks, styles)
+        try:
+            harness = HARNESSES[transport](rig, monkeypatch)
+            try:
+                yield rig, harness
+            finally:
+                await harness.aclose()
+        finally:
+            rig.close()
+
+    return connected

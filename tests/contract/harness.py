@@ -1,0 +1,236 @@
+"""Each transport behind the same handles: make both ends, admit a ticket, gate a running copy."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import pytest
+
+from kvd.memory.engine import EngineMemory
+from kvd.protocol.types import Watermark
+from kvd.transport import iov, shm, tcp_serving
+from kvd.transport.base import Puller, TicketView
+from kvd.transport.copy_pool import CopyPool
+from kvd.transport.fake import FakePuller, Hang
+from kvd.transport.options import TransportOptions
+from kvd.transport.tcp_puller import TcpPuller
+from kvd.transport.tcp_server import TcpServer
+from tests.contract.rig import SLOT, TICKET, WORD, Rig, pack
+
+GATE_TIMEOUT_S = 20.0
+TOKENS = 2**40
+
+
+class Gate:
+    """Holds a copy after some steps; `reached` once it stands there, until `release`."""
+
+    def __init__(self, after: int) -> None:
+        self._steps = itertools.count()
+        self._after = after
+        self._reached = threading.Event()
+        self._go = threading.Event()
+
+    def step(self) -> None:
+        """Called by the copying thread before each step."""
+        if next(self._steps) == self._after:
+            self._reached.set()
+            assert self._go.wait(GATE_TIMEOUT_S), "a gate was never released"
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self._reached.wait, GATE_TIMEOUT_S), "no copy came here"
+
+    def release(self) -> None:
+        self._go.set()
+
+
+class AnyGate(Protocol):
+    """What a test sees of a gate."""
+
+    async def reached(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class Harness(Protocol):
+    """One transport between the two sides of a rig."""
+
+    name: str
+    fence_memory: EngineMemory
+    """The memory whose fence word decides."""
+
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None: ...
+
+    def puller(self) -> Puller:
+        """A new consumer's end."""
+        ...
+
+    def admit(self, blocks: Sequence[Sequence[int]]) -> None:
+        """Lets TICKET read these source blocks, by group, in all layers."""
+        ...
+
+    def gate(self, after: int) -> AnyGate:
+        """The next copy stands still after about `after` blocks of group 0."""
+        ...
+
+    def small_calls(self, nbytes: int) -> None:
+        """Caps every call at `nbytes` bytes."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class ShmHarness:
+    name = "shm"
+
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+        self._local = rig.dst.open(writable=True)
+        owner = rig.src.open(writable=True)
+        self.fence_memory = rig.src.open_shared(owner)
+        self._pool = CopyPool(2)
+        self._pullers: list[Puller] = []
+
+    def puller(self) -> Puller:
+        puller = shm.ShmPuller(self._local, self.fence_memory, self._pool)
+        self._pullers.append(puller)
+        return puller
+
+    def admit(self, blocks: Sequence[Sequence[int]]) -> None:
+        pass
+
+    def small_calls(self, nbytes: int) -> None:
+        self._patch.setattr(shm, "CALL_BYTES", nbytes)
+
+    def gate(self, after: int) -> Gate:
+        gate = Gate(after)
+        copy = shm._Job._copy
+
+        def gated(job: Any, batch: list[Any]) -> None:
+            for call in batch:
+                gate.step()
+                copy(job, [call])
+
+        self._patch.setattr(shm._Job, "_copy", gated)
+        return gate
+
+    async def aclose(self) -> None:
+        for puller in self._pullers:
+            await puller.aclose()
+        assert await asyncio.to_thread(self._pool.close, 5.0)
+
+
+class TcpHarness:
+    name = "tcp"
+    options = TransportOptions(data_timeout_s=5.0, connect_timeout_s=5.0, first_frame_s=5.0)
+    host = "127.0.0.1"
+
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+        self._rig = rig
+        self._local = rig.dst.open(writable=True)
+        self.fence_memory = rig.src.open(writable=True)
+        self.server = TcpServer(self.host, 0, self.options)
+        self._pullers: list[Puller] = []
+
+    def puller(self) -> TcpPuller:
+        puller = TcpPuller(
+            self._local, self.host, self.server.port, self._rig.src.num_blocks, self.options
+        )
+        self._pullers.append(puller)
+        return puller
+
+    def admit(self, blocks: Sequence[Sequence[int]]) -> None:
+        self.server.open_ticket(TICKET, self.view(blocks))
+
+    def view(self, blocks: Sequence[Sequence[int]]) -> TicketView:
+        return TicketView(
+            memory=self.fence_memory,
+            fence_slot=SLOT,
+            fence_word=WORD,
+            first_index=0,
+            blocks=tuple(pack(group) for group in blocks),
+            valid=(Watermark(0, self.fence_memory.num_layers, TOKENS),),
+            block_size=16,
+        )
+
+    def small_calls(self, nbytes: int) -> None:
+        self._patch.setattr(iov, "CALL_BYTES", nbytes)
+
+    def gate(self, after: int) -> Gate:
+        gate = Gate(after)
+        push = tcp_serving.Connection._push
+
+        def gated(connection: Any, vector: iov.Vector, flags: int) -> None:
+            if flags:  # payload, not a trailer
+                gate.step()
+            push(connection, vector, flags)
+
+        self._patch.setattr(tcp_serving.Connection, "_push", gated)
+        return gate
+
+    async def aclose(self) -> None:
+        for puller in self._pullers:
+            await puller.aclose()
+        await self.server.aclose()
+
+
+class Tcp6Harness(TcpHarness):
+    name = "tcp6"
+    host = "::1"
+
+
+class FakeGate:
+    def __init__(self, pullers: Sequence[FakePuller]) -> None:
+        self._pullers = pullers
+
+    async def reached(self) -> None:
+        async with asyncio.timeout(GATE_TIMEOUT_S):
+            waits = [asyncio.ensure_future(p.hanging.wait()) for p in self._pullers]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+
+    def release(self) -> None:
+        for puller in self._pullers:
+            puller.release()
+
+
+class FakeHarness:
+    name = "fake"
+
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._local = rig.dst.open(writable=True)
+        self.fence_memory = rig.src.open(writable=False)
+        self._pullers: list[FakePuller] = []
+
+    def puller(self) -> FakePuller:
+        puller = FakePuller(self._local, self.fence_memory)
+        self._pullers.append(puller)
+        return puller
+
+    def admit(self, blocks: Sequence[Sequence[int]]) -> None:
+        pass
+
+    def small_calls(self, nbytes: int) -> None:
+        pass
+
+    def gate(self, after: int) -> FakeGate:
+        self._pullers[0].script(Hang(after))
+        return FakeGate(self._pullers)
+
+    async def aclose(self) -> None:
+        for puller in self._pullers:
+            await puller.aclose()
+
+
+HARNESSES: dict[str, Callable[[Rig, pytest.MonkeyPatch], Harness]] = {
+    "shm": ShmHarness,
+    "tcp": TcpHarness,
+    "tcp6": Tcp6Harness,
+    "fake": FakeHarness,
+}
+

@@ -292,6 +292,7 @@ class Node:
         session = next(self.world.sessions)
         engine = Engine(self, session, engine_id, tuple(groups), num_blocks, epoch)
         self.engines[session] = engine
+        self.world.engines[session] = engine
         self.run(ev.SessionOpened(session, engine_id, epoch, rank or Rank(), role))
         if register:
             self.run(
@@ -395,6 +396,7 @@ class World:
     def __init__(self) -> None:
         self.now = 100.0
         self.nodes: dict[PeerAddr, Node] = {}
+        self.engines: dict[int, Engine] = {}
         self.queue: deque[Callable[[], None]] = deque()
         self.sessions = count(1)
         self.client_ids = count(1)
@@ -506,16 +508,17 @@ class World:
 
     # --- copies -----------------------------------------------------------------------------
 
-    def source_of(self, node: Node, pull: ins.StartPull) -> tuple[Node, Ticket | None]:
-        producer = self.nodes[node.transports[pull.attach_id].peer]
-        return producer, producer.tickets.get(pull.ticket)
+    def source_of(self, node: Node, pull: ins.StartPull) -> Engine:
+        return self.engines[node.transports[pull.attach_id].answer.memory_key]
 
-    def write(self, node: Node, pull: ins.StartPull, fraction: float = 1.0) -> bool:
-        """Copy (a part of) a job's tags as they are now; False if the fence word is not right."""
-        consumer = node.engines[pull.session]
-        answer = node.transports[pull.attach_id].answer
-        producer = self.nodes[node.transports[pull.attach_id].peer]
-        source = producer.engines[answer.memory_key]
+    def valid(self, node: Node, pull: ins.StartPull) -> bool:
+        """Whether the fence word is the grant's, now."""
+        source = self.source_of(node, pull)
+        return source.alive and source.fence.get(pull.fence_slot) == pull.fence_word
+
+    def write(self, node: Node, pull: ins.StartPull, fraction: float = 1.0) -> None:
+        """Copy (a part of) a job's tags as they are now."""
+        consumer, source = node.engines[pull.session], self.source_of(node, pull)
         fetch = node.core.fetches.by_id.get(pull.fetch_id)
         assert fetch is not None, "a job of a fetch that was told"
         assert not consumer.released
@@ -535,18 +538,36 @@ class World:
                 for a, b in list(zip(sources, targets, strict=True))[:upto]:
                     tag = source.memory.get((piece.group, layer, a), ("garbage", -1, -1))
                     consumer.memory[piece.group, layer, b] = tag
-        return source.fence.get(pull.fence_slot) == pull.fence_word and source.alive
 
-    def finish_pull(self, node: Node, job: int) -> None:
+    def finish_pull(self, node: Node, job: int, *, copied: bool = False) -> None:
+        """Copy, unless that was done before, then look at the fence word, and answer."""
         pull = node.pulls.get(job)
         if pull is None:
             return
-        valid = self.write(node, pull)
+        if not copied:
+            self.write(node, pull)
         del node.pulls[job]
-        if valid:
+        if self.valid(node, pull):
             node.run(ev.PullDone(job, pull.nbytes))
         else:
             node.run(ev.PullFailed(job, "fenced", "the word was another"))
+
+    def answer_later(self, node: Node, job: int, *, copied: bool = False) -> None:
+        """Copy and look at the fence word now; the answer is still on its way."""
+        pull = node.pulls[job]
+        if not copied:
+            self.write(node, pull)
+        valid = self.valid(node, pull)
+
+        def answer() -> None:
+            if node.pulls.pop(job, None) is None:
+                return
+            if valid:
+                node.run(ev.PullDone(job, pull.nbytes))
+            else:
+                node.run(ev.PullFailed(job, "fenced", "the word was another"))
+
+        self.post(answer)
 
     def fail_pull(self, node: Node, job: int, code: str, fraction: float = 0.0) -> None:
         pull = node.pulls.get(job)

@@ -1,8 +1,9 @@
 """What the scheduler half knows of its ranks' daemons, and how fresh that is.
 
 The news come with the workers' output of each step. An engine that idles makes no steps, so old
-news say little: before a request relies on them they are asked for again, which costs one empty
-step. Both that wait and the wait for a daemon that is just registering are bounded.
+news say little: a request that finds them old waits for the next ones, which costs one empty step.
+It waits for that once, however long a step takes here; and both that wait and the wait for a
+daemon that is just registering are bounded in time.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ class DaemonStates:
         self._clock = clock
         self._states: dict[RankId, RankState] = {}
         self._heard = float("-inf")
-        self._waiting_since: float | None = None
+        self._updates = 0
+        self._waits: dict[str, tuple[int, float]] = {}
+        """Of each request that was told to wait: updates until then, and when it was first told."""
         self._pending_since: float | None = None
 
     def update(self, states: Mapping[RankId, RankState]) -> None:
         """News from the workers; ranks that are not named keep their state."""
         self._states.update(states)
         self._heard = self._clock()
-        self._waiting_since = None
+        self._updates += 1
         if self.problem() is None or not self._pending():
             self._pending_since = None
         elif self._pending_since is None:
@@ -49,15 +52,30 @@ class DaemonStates:
                 return f"rank pp={pp} tp={tp}: {state.detail or state.phase}"
         return None
 
-    def ask(self) -> Answer:
-        """Whether a request may rely on the daemons now; "wait" never lasts longer than bounded."""
+    def ask(self, req_id: str) -> Answer:
+        """Whether a request may rely on the daemons now, or must ask again in the next step."""
         now = self._clock()
-        if now - self._heard > self.recheck_s:
-            if self._waiting_since is None:
-                self._waiting_since = now
-            # No news although steps are made: decide on what is known.
-            if now - self._waiting_since < self._wait_s:
-                return "wait"
+        updates, since = self._waits.get(req_id, (self._updates, now))
+        answer = self._judge(now, news_since_it_asked=self._updates > updates)
+        if answer != "wait":
+            return answer
+        if now - since <= self._wait_s:
+            self._waits[req_id] = (updates, since)
+            return "wait"
+        return "down" if self.problem() else "up"
+
+    def forget(self, req_id: str) -> None:
+        """The request does not ask any more."""
+        self._waits.pop(req_id, None)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that were told to wait."""
+        return len(self._waits)
+
+    def _judge(self, now: float, news_since_it_asked: bool) -> Answer:
+        if now - self._heard > self.recheck_s and not news_since_it_asked:
+            return "wait"
         if self.problem() is None:
             return "up"
         if self._pending_since is not None and now - self._pending_since < self._wait_s:

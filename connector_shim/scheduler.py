@@ -166,7 +166,7 @@ class SchedulerHalf:
         if plan is None and not producer:
             return None
         # A producer asks as well: what it offers at its end relies on the same news.
-        state = self.daemons.ask()
+        state = self.daemons.ask(request.request_id)
         if state == "wait":
             return _WAIT
         if plan is not None and state == "down":
@@ -192,6 +192,7 @@ class SchedulerHalf:
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks are given: fetch into them, or let the producer go when nothing is needed."""
         plan = self._plans.pop(request.request_id, None)
+        self.daemons.forget(request.request_id)
         known_reason = self._note_reason(request.request_id)
         params = request.kv_transfer_params
         asked = _clear_flag(params)
@@ -283,6 +284,7 @@ class SchedulerHalf:
         """(keep the blocks until finished_sending, kv_transfer_params of the response)."""
         req_id = request.request_id
         self._plans.pop(req_id, None)
+        self.daemons.forget(req_id)
         known_reason = self._note_reason(req_id)
         try:
             if req_id in self._receiving:
@@ -411,6 +413,7 @@ class SchedulerHalf:
             "offers": len(self._held),
             "receiving": len(self._receiving),
             "planned": len(self._plans),
+            "waiting": self.daemons.waiting,
             **{f"noted_{kind}": count for kind, count in self.tally.counts.items()},
         }
 

@@ -31,6 +31,8 @@ class ShimSettings:
     """Above this part of the KV blocks held for consumers, the producer offers nothing."""
     daemon_hang_s: float = 10.0
     connect_timeout_s: float = 5.0
+    spawn_wait_s: float = 30.0
+    """How long the engine's start waits for a daemon that it spawned."""
     recheck_s: float = 0.5
     """News of the daemons older than this are refreshed before a request relies on them."""
     daemon_wait_s: float = 2.0
@@ -96,6 +98,7 @@ _CHECKS: dict[str, Callable[[object], str]] = {
     "max_held_fraction": _seconds(0, 1),
     "daemon_hang_s": _seconds(1, 3600),
     "connect_timeout_s": _seconds(0, 60),
+    "spawn_wait_s": _seconds(0, 600),
     "recheck_s": _seconds(0, 3600),
     "daemon_wait_s": _seconds(0, 60),
     "model_name": _text,

@@ -6,12 +6,16 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+from connector_shim.client import Client
 from connector_shim.errors import ClientError
 from connector_shim.geometry import build_geometry
+from connector_shim.keeper import DaemonKeeper
 from connector_shim.layout import describe_kv_caches, unsupported_groups
 from connector_shim.memory import MemoryDescription
+from connector_shim.paths import resolve_socket
 from connector_shim.scheduler import EngineShape, SchedulerHalf
 from connector_shim.settings import ShimSettings
+from connector_shim.spawn import private_socket_path
 from connector_shim.worker import WorkerHalf
 from kvd.protocol.types import Rank
 
@@ -34,7 +38,7 @@ def build_scheduler_half(
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     shape = EngineShape(
-        engine_id=str(vllm_config.kv_transfer_config.engine_id),
+        engine_id=_engine_id(vllm_config),
         block_sizes=tuple(int(group.kv_cache_spec.block_size) for group in groups),
         num_blocks=int(kv_cache_config.num_blocks),
         pp_size=int(parallel.pipeline_parallel_size),
@@ -69,6 +73,7 @@ def start_worker(
     except ClientError as error:
         worker.degrade(error.detail)
         return
+    keeper: DaemonKeeper | None = None
     try:
         geometry = build_geometry(
             vllm_config, kv_cache_config, layout, worker.rank, worker.settings.model_name
@@ -79,32 +84,52 @@ def start_worker(
             geometry=geometry,
             num_blocks=int(kv_cache_config.num_blocks),
         )
-        worker.start(_connect(worker, vllm_config), memory)
-    except ClientError as error:
-        worker.degrade(error.detail)
+        keeper = _keeper(worker, vllm_config)
+        client = _client(worker, vllm_config, keeper)
+        if keeper is not None:
+            keeper.keep()
+        worker.start(client, memory, keeper)
     except Exception as error:
-        log.exception("kvd: the worker half could not start")
-        worker.degrade(f"internal: {error!r}")
+        if keeper is not None:
+            keeper.stop()
+        if isinstance(error, ClientError):
+            worker.degrade(error.detail)
+        else:
+            log.exception("kvd: the worker half could not start")
+            worker.degrade(f"internal: {error!r}")
     finally:
         # The client keeps descriptors of its own.
         layout.close()
 
 
-def _connect(worker: WorkerHalf, vllm_config: Any) -> Any:
-    from connector_shim.client import Client
-    from connector_shim.paths import resolve_socket
-
+def _keeper(worker: WorkerHalf, vllm_config: Any) -> DaemonKeeper | None:
+    """With "spawn", who starts this rank's daemon and starts it again."""
     settings = worker.settings
-    path = resolve_socket(settings.socket or None, local_rank=_local_rank(vllm_config))
+    if settings.daemon != "spawn":
+        return None
+    if settings.socket:
+        path = resolve_socket(settings.socket, local_rank=_local_rank(vllm_config))
+    else:
+        path = private_socket_path(_engine_id(vllm_config), worker.rank)
+    return DaemonKeeper(path, settings.spawn)
+
+
+def _client(worker: WorkerHalf, vllm_config: Any, keeper: DaemonKeeper | None) -> Client:
+    settings = worker.settings
     return Client(
-        path,
-        engine_id=str(vllm_config.kv_transfer_config.engine_id),
+        keeper.path if keeper is not None else settings.socket or None,
+        engine_id=_engine_id(vllm_config),
         rank=worker.rank,
         role="both",
         client=f"vllm {_vllm_version()}",
+        local_rank=_local_rank(vllm_config),
         connect_timeout_s=settings.connect_timeout_s,
         daemon_hang_s=settings.daemon_hang_s,
     )
+
+
+def _engine_id(vllm_config: Any) -> str:
+    return str(vllm_config.kv_transfer_config.engine_id)
 
 
 def _settings(vllm_config: Any, kv_cache_config: Any, failures_by_id: bool) -> ShimSettings:

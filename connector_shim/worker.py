@@ -27,6 +27,7 @@ from connector_shim.jobs import (
     StepJobs,
     unpack_u32,
 )
+from connector_shim.keeper import DaemonKeeper
 from connector_shim.memory import MemoryDescription
 from connector_shim.reports import Reports
 from connector_shim.settings import ShimSettings
@@ -105,6 +106,7 @@ class WorkerHalf:
         self.tally = Tally(log)
         self.stats = Telemetry()
         self._client: WorkerClient | None = None
+        self._keeper: DaemonKeeper | None = None
         self._clock = clock
         self._last_seq = 0
         self._detail = "not registered yet"
@@ -115,14 +117,24 @@ class WorkerHalf:
 
     # --- start and end ----------------------------------------------------------------------
 
-    def start(self, client: WorkerClient, memory: MemoryDescription) -> None:
-        """Take the client, describe the memory to it, and wait a bounded time for the daemon."""
+    def start(
+        self, client: WorkerClient, memory: MemoryDescription, keeper: DaemonKeeper | None = None
+    ) -> None:
+        """Take the client, describe the memory to it, and wait a bounded time for the daemon.
+
+        `keeper`: the daemon is a child of ours, which takes longer to be there.
+        """
         self._client = client
+        self._keeper = keeper
         self._num_tables = memory.num_groups
         client.describe(memory)
-        end = self._clock() + self.settings.connect_timeout_s
+        settings = self.settings
+        end = self._clock() + (settings.spawn_wait_s if keeper else settings.connect_timeout_s)
         self._poll(0.0)
-        while client.state in ("connecting", "registering") and (left := end - self._clock()) > 0:
+        while (left := end - self._clock()) > 0 and (
+            client.state in ("connecting", "registering")
+            or (keeper is not None and keeper.running and client.state == "down")
+        ):
             self._poll(min(left, 0.1))
         if not self.state().up:
             log.warning("kvd: rank %s serves without KV transfer until there is a daemon: %s",
@@ -141,6 +153,8 @@ class WorkerHalf:
         self.reports.shutdown()
         if self._client is not None:
             self._guarded("close", self._client.close)
+        if self._keeper is not None:
+            self._keeper.stop()
 
     # --- each step --------------------------------------------------------------------------
 
@@ -168,6 +182,8 @@ class WorkerHalf:
         if not self._shut:
             self._poll()
             self._remind_overdue()
+            if self._keeper is not None:
+                self._keeper.keep()
         return self.reports.drain()
 
     def state(self) -> RankState:

@@ -39,8 +39,7 @@ def main(project: str, version: str, target: str) -> int:
             with session.get(link.url_without_fragment, stream=True) as response:
                 response.raise_for_status()
                 with open(target, "wb") as out:
-                    for chunk in response.iter_content(2**20):
-                        out.write(chunk)
+                    out.writelines(response.iter_content(2**20))
         print(json.dumps({"sha256": link.hash if link.hash_name == "sha256" else None}))
     return 0
 

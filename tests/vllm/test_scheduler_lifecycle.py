@@ -1,0 +1,550 @@
+"""Both halves of the connector, driven by vLLM's real scheduler class through whole lives.
+
+Runs on the installed vLLM, and again on 0.20.1 (see test_scheduler_0_20_1.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from connector_shim.connector import TransferResults
+from connector_shim.errors import ClientError
+from connector_shim.jobs import RankState
+from kvd.protocol.codes import Code
+from kvd.protocol.types import NULL_BLOCK, PeerAddr
+from tests.unit.shim.fakes import remote_params
+from tests.vllm.engine import BLOCK, Engine
+from tests.vllm.models import write_tiny_llama
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+PROMPT = [10 + i for i in range(40)]
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make(model: Path) -> MakeEngine:
+    return lambda **options: Engine(model, **options)
+
+
+def fetch_of(engine: Engine) -> tuple[str, dict[str, Any]]:
+    (item,) = engine.client.fetched.items()
+    return item
+
+
+# --- consumer -----------------------------------------------------------------------------------
+
+
+def test_remote_prefill(make: MakeEngine) -> None:
+    engine = make()
+    params = remote_params()
+    request = engine.add("d-1", PROMPT, params)
+    engine.step()
+
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    fetch_id, fetch = fetch_of(engine)
+    assert (fetch["start"], fetch["end"]) == (0, 40)
+    assert fetch["blocks"] == [engine.blocks_of(request)[0][:3]]
+    assert fetch["remote"] == PeerAddr("10.0.0.2", 7001)
+    assert (fetch["transfer_id"], fetch["generation"]) == ("t-1", 77)
+    assert params["do_remote_prefill"] is False
+
+    engine.step()
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.client.end_fetch(fetch_id)
+    engine.step()
+    decision = engine.step()
+    assert decision.num_scheduled_tokens["d-1"] == 1, "only the last token is computed here"
+    engine.run()
+    assert len(request.output_token_ids) == 4
+    assert engine.is_empty()
+    assert engine.client.names().count("fetch") == 1
+
+
+@pytest.mark.parametrize("held", [39, 40, 41, 48, 200])
+def test_the_producer_holds_another_number_of_tokens(make: MakeEngine, held: int) -> None:
+    engine = make()
+    request = engine.add("d-1", PROMPT, remote_params(remote_num_tokens=held))
+    engine.step()
+    fetch_id, fetch = fetch_of(engine)
+    assert fetch["end"] == {39: 39, 40: 40}.get(held, 32)
+    engine.client.end_fetch(fetch_id)
+    engine.step()
+    decision = engine.step()
+    assert decision.num_scheduled_tokens["d-1"] == {39: 1, 40: 1}.get(held, 8)
+    engine.run()
+    assert len(request.output_token_ids) == 4
+    assert engine.is_empty()
+
+
+def test_a_prefix_that_is_here_already_is_not_fetched(make: MakeEngine) -> None:
+    engine = make()
+    engine.add("d-0", [*PROMPT[:32], 1])
+    engine.run()
+    request = engine.add("d-1", PROMPT, remote_params())
+    engine.step()
+    fetch_id, fetch = fetch_of(engine)
+    assert (fetch["start"], fetch["end"]) == (32, 40)
+    assert fetch["blocks"] == [engine.blocks_of(request)[0][2:3]]
+    engine.client.end_fetch(fetch_id)
+    engine.run()
+    assert engine.is_empty()
+
+
+def test_nothing_to_fetch(make: MakeEngine) -> None:
+    """Case 3: decode holds everything that the producer offers; no receive state is made."""
+    engine = make()
+    engine.add("d-0", PROMPT)
+    engine.run()
+    request = engine.add("d-1", PROMPT, remote_params(remote_num_tokens=32))
+    engine.run()
+    assert len(request.output_token_ids) == 4
+    assert engine.client.names() == ["describe", "release"]
+    assert engine.client.calls[1] == ("release", "t-1", PeerAddr("10.0.0.2", 7001), "engine-p", 77)
+    assert engine.is_empty()
+
+
+def test_nothing_to_fetch_and_the_release_cannot_be_sent(make: MakeEngine) -> None:
+    """Case 3 again, with the producer's side unreachable: decode completes all the same."""
+    engine = make()
+    engine.client.raises["release"] = ClientError(Code.DAEMON_GONE, "gone")
+    engine.add("d-0", PROMPT)
+    engine.run()
+    request = engine.add("d-1", PROMPT, remote_params(remote_num_tokens=32))
+    engine.run()
+    assert len(request.output_token_ids) == 4
+    assert engine.worker._worker is not None
+    assert engine.worker._worker.tally.counts["release_daemon_gone"] == 1
+    assert engine.is_empty()
+
+
+@pytest.mark.parametrize("bad", [[0], [1], [2], [0, 1, 2]])
+def test_failed_fetch_is_recomputed(make: MakeEngine, bad: list[int]) -> None:
+    engine = make(policy="recompute")
+    request = engine.add("d-1", PROMPT, remote_params())
+    engine.step()
+    fetch_id, _ = fetch_of(engine)
+    engine.client.end_fetch(fetch_id, Code.PEER_LOST, [bad])
+    engine.step()
+    decision = engine.step()
+    assert decision.num_scheduled_tokens["d-1"] == 40 - bad[0] * BLOCK
+    engine.run()
+    assert len(request.output_token_ids) == 4
+    assert engine.client.names().count("fetch") == 1, "the connector is not asked a second time"
+    assert engine.is_empty()
+
+
+def test_failed_fetch_with_policy_fail(make: MakeEngine) -> None:
+    engine = make(policy="fail")
+    request = engine.add("d-1", PROMPT, remote_params())
+    other = engine.add("d-2", [5] * 20)
+    engine.step()
+    fetch_id, _ = fetch_of(engine)
+    engine.client.end_fetch(fetch_id, Code.PEER_LOST)
+    engine.run()
+    assert request.status == RequestStatus.FINISHED_ERROR
+    assert len(other.output_token_ids) == 4, "only the request in flight ends in an error"
+    engine.step()
+    assert engine.is_empty()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_no_daemon_when_the_fetch_is_to_be_made(make: MakeEngine, policy: str) -> None:
+    """The daemon goes between the scheduler's decision and the worker's turn."""
+    engine = make(policy=policy)
+    request = engine.add("d-1", PROMPT, remote_params())
+    engine.client.state = "down"
+    engine.run()
+    engine.step()
+    if policy == "fail":
+        assert request.status == RequestStatus.FINISHED_ERROR
+    else:
+        assert len(request.output_token_ids) == 4
+    assert engine.client.names() == ["describe"]
+    assert engine.is_empty()
+
+
+def test_daemon_down_means_local_prefill_and_up_again_means_fetch(make: MakeEngine) -> None:
+    engine = make(recheck_s=0.0)
+    engine.client.state = "down"
+    first = engine.add("d-1", PROMPT, remote_params())
+    decision = engine.step()
+    assert not decision.num_scheduled_tokens, "old news are refreshed first: one empty step"
+    engine.run()
+    assert len(first.output_token_ids) == 4
+    assert engine.client.names() == ["describe"]
+
+    engine.client.come_up()
+    second = engine.add("d-2", [3] * 40, remote_params())
+    engine.step()
+    engine.half.daemons.recheck_s = 3600.0
+    engine.step()
+    assert second.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.client.end_fetch(fetch_of(engine)[0])
+    engine.run()
+    assert engine.is_empty()
+
+
+def test_abort_before_it_was_scheduled(make: MakeEngine) -> None:
+    engine = make()
+    request = engine.add("d-1", PROMPT, remote_params())
+    engine.abort(request)
+    engine.step()
+    assert engine.client.names() == ["describe", "release"]
+    assert engine.is_empty()
+
+
+def test_abort_while_the_fetch_runs(make: MakeEngine) -> None:
+    engine = make()
+    request = engine.add("d-1", PROMPT, remote_params())
+    engine.step()
+    fetch_id, _ = fetch_of(engine)
+    free = engine.free_blocks
+    engine.abort(request)
+    engine.step()
+    assert engine.client.calls[-1] == ("cancel", fetch_id)
+    assert engine.free_blocks == free, "blocks stay until no byte can land"
+    engine.client.end_fetch(fetch_id, Code.CANCELLED)
+    engine.step()
+    assert engine.is_empty()
+
+
+def test_abort_after_the_fetch_ended_but_before_it_was_told(make: MakeEngine) -> None:
+    engine = make()
+    request = engine.add("d-1", PROMPT, remote_params())
+    engine.step()
+    fetch_id, _ = fetch_of(engine)
+    engine.client.end_fetch(fetch_id)
+    engine.abort(request)
+    engine.step()
+    engine.step()
+    assert engine.is_empty()
+
+
+def test_late_and_double_completions(make: MakeEngine) -> None:
+    """Case 6: done twice, done after abort, failed after done: each id is told once, at most."""
+    engine = make()
+    request = engine.add("d-1", PROMPT, remote_params())
+    engine.step()
+    fetch_id, _ = fetch_of(engine)
+    engine.client.end_fetch(fetch_id)
+    engine.client.end_fetch(fetch_id)
+    engine.client.end_fetch(fetch_id, Code.PEER_LOST)
+    engine.step()
+    engine.client.end_fetch(fetch_id, Code.PEER_LOST)
+    engine.run()
+    assert len(request.output_token_ids) == 4
+    aborted = engine.add("d-2", [6] * 40, remote_params())
+    engine.step()
+    second = next(f for f in engine.client.fetched if f != fetch_id)
+    engine.abort(aborted)
+    engine.step()
+    engine.client.end_fetch(second, Code.CANCELLED)
+    engine.step()
+    engine.client.end_fetch(second)
+    engine.step()
+    assert engine.is_empty()
+
+
+def test_no_room_for_the_fetch_yet(make: MakeEngine) -> None:
+    engine = make(num_blocks=6)
+    running = engine.add("d-1", [4] * 40, max_tokens=2)
+    engine.step()
+    waiting = engine.add("d-2", PROMPT, remote_params())
+    engine.step()
+    assert waiting.status == RequestStatus.WAITING
+    assert "fetch" not in engine.client.names()
+    while running.request_id in engine.scheduler.requests:
+        engine.step()
+    engine.step()
+    engine.client.end_fetch(fetch_of(engine)[0])
+    engine.run()
+    assert len(waiting.output_token_ids) == 4
+    assert engine.is_empty()
+
+
+def test_preempted_after_its_fetch(make: MakeEngine) -> None:
+    """Preemption frees what was fetched; the prompt is then computed here, not asked for again."""
+    engine = make(num_blocks=9)
+    fetched = engine.add("d-1", [3] * 60, remote_params(remote_num_tokens=60), max_tokens=40)
+    engine.step()
+    engine.client.end_fetch(fetch_of(engine)[0])
+    engine.step()
+    other = engine.add("d-2", [4] * 60, max_tokens=40)
+    engine.run(400)
+    assert len(fetched.output_token_ids) == len(other.output_token_ids) == 40
+    assert fetched.num_preemptions + other.num_preemptions > 0
+    assert engine.client.names().count("fetch") == 1
+    assert engine.is_empty()
+
+
+def test_prompt_logprobs_are_computed_here(make: MakeEngine) -> None:
+    engine = make()
+    request = engine.add("d-1", PROMPT, remote_params(), prompt_logprobs=1)
+    engine.run()
+    assert len(request.output_token_ids) == 4
+    assert engine.client.names() == ["describe", "release"]
+    assert engine.is_empty()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"do_remote_prefill": True},
+        {"do_remote_prefill": 1},
+        {"do_remote_prefill": True, "kvd": []},
+        remote_params(kvd={"v": 2}),
+        remote_params(remote_engine_id=5),
+        remote_params(kvd=None, remote_port=99999),
+        remote_params(remote_num_tokens=-1),
+        remote_params(remote_num_tokens="40"),
+        remote_params(kvd={"v": 1, "transfer_id": "x" * 600, "ranks": []}),
+    ],
+)
+def test_params_that_make_no_sense(make: MakeEngine, params: dict[str, Any]) -> None:
+    engine = make()
+    request = engine.add("d-1", PROMPT, params)
+    engine.run()
+    assert len(request.output_token_ids) == 4
+    assert engine.client.names() == ["describe"]
+    assert sum(engine.half.tally.counts.values()) == 1
+    assert engine.is_empty()
+
+
+# --- producer -----------------------------------------------------------------------------------
+
+
+def prefill(engine: Engine, req_id: str = "p-1", prompt: list[int] | None = None) -> Any:
+    request = engine.add(req_id, prompt or PROMPT, {"do_remote_decode": True}, max_tokens=1)
+    engine.run()
+    return request
+
+
+def test_remote_decode(make: MakeEngine) -> None:
+    engine = make()
+    free = engine.free_blocks
+    request = engine.add("p-1", PROMPT, {"do_remote_decode": True}, max_tokens=1)
+    engine.step()
+    params = engine.outputs["p-1"].kv_transfer_params
+    assert params["do_remote_prefill"] is True
+    assert params["remote_num_tokens"] == 40
+    assert (params["remote_host"], params["remote_port"]) == ("10.0.0.1", 7000)
+    assert params["kvd"]["ranks"] == [[0, 0, "10.0.0.1", 7000]]
+    assert free - engine.free_blocks == 3, "held until told otherwise"
+
+    engine.step()
+    ((transfer_id, generation), offer), = engine.client.offered.items()  # fmt: skip
+    assert (transfer_id, generation) == (params["transfer_id"], params["kvd"]["generation"])
+    assert [offer["blocks"]] == [params["remote_block_ids"]]
+    assert offer["tokens"] == 40
+    assert list(offer["digests"]) == [16, 32, 40]
+    engine.step()
+    assert free - engine.free_blocks == 3
+    engine.client.end_offer(transfer_id, generation)
+    engine.step()
+    assert request.request_id not in engine.scheduler.requests
+    assert engine.is_empty()
+
+
+def test_producer_and_consumer_agree_on_the_digest(make: MakeEngine) -> None:
+    producer, consumer = make(), make()
+    prefill(producer)
+    params = producer.outputs["p-1"].kv_transfer_params
+    producer.step()
+    consumer.add("d-1", PROMPT, dict(params))
+    consumer.step()
+    _, fetch = fetch_of(consumer)
+    (offer,) = producer.client.offered.values()
+    assert fetch["digest"] == offer["digests"][fetch["end"]]
+    other = make()
+    other.add("d-1", [*PROMPT[:-1], 11], dict(params))
+    other.step()
+    assert fetch_of(other)[1]["digest"] != offer["digests"][40]
+
+
+def test_chunks_without_a_new_block(make: MakeEngine) -> None:
+    """Case 2: 20 tokens in chunks of 17 and 3 (which adds no block), beside a prompt of 5."""
+    engine = make(max_tokens_per_step=17)
+    engine.add("p-1", list(range(30, 50)), {"do_remote_decode": True}, max_tokens=1)
+    engine.add("p-2", [1, 2, 3, 4, 5], {"do_remote_decode": True}, max_tokens=1)
+    engine.run()
+    engine.step()
+    by_tokens = {offer["tokens"]: offer for offer in engine.client.offered.values()}
+    assert sorted(by_tokens) == [5, 20]
+    assert [len(blocks) for blocks in by_tokens[20]["blocks"]] == [2]
+    assert [len(blocks) for blocks in by_tokens[5]["blocks"]] == [1]
+    for transfer_id, generation in list(engine.client.offered):
+        engine.client.end_offer(transfer_id, generation)
+    engine.step()
+    assert engine.is_empty()
+
+
+def test_prefix_hit_on_the_producer_is_offered_whole(make: MakeEngine) -> None:
+    engine = make()
+    engine.add("p-0", PROMPT)
+    engine.run()
+    prefill(engine)
+    engine.step()
+    (offer,) = engine.client.offered.values()
+    assert [len(blocks) for blocks in offer["blocks"]] == [3]
+
+
+def test_more_tokens_than_the_prompt(make: MakeEngine) -> None:
+    engine = make()
+    engine.add("p-1", PROMPT, {"do_remote_decode": True}, max_tokens=10)
+    engine.run()
+    params = engine.outputs["p-1"].kv_transfer_params
+    assert params["remote_num_tokens"] == 49, "the last sampled token has no KV"
+
+
+def test_abort_on_the_producer_before_it_is_done(make: MakeEngine) -> None:
+    engine = make(max_tokens_per_step=16)
+    request = engine.add("p-1", PROMPT, {"do_remote_decode": True}, max_tokens=1)
+    engine.step()
+    engine.abort(request)
+    engine.step()
+    assert engine.client.names() == ["describe"]
+    assert engine.is_empty()
+
+
+def test_abort_on_the_producer_after_it_was_offered(make: MakeEngine) -> None:
+    engine = make()
+    request = prefill(engine)
+    engine.step()
+    engine.abort(request)
+    engine.step()
+    assert request.request_id in engine.scheduler.requests, "still held for the consumer"
+    ((key, _),) = engine.client.offered.items()
+    engine.client.end_offer(*key, Code.EXPIRED)
+    engine.step()
+    assert engine.is_empty()
+
+
+def test_producer_without_a_daemon_offers_nothing(make: MakeEngine) -> None:
+    engine = make()
+    engine.half.update_daemons({(0, 0): RankState("down", detail="gone")})
+    engine.add("p-1", PROMPT, {"do_remote_decode": True}, max_tokens=1)
+    engine.step()
+    assert engine.outputs["p-1"].kv_transfer_params is None
+    assert not engine.scheduler.requests
+
+
+def test_daemon_goes_between_finish_and_offer(make: MakeEngine) -> None:
+    engine = make()
+    prefill(engine)
+    engine.client.state = "down"
+    engine.step()
+    assert engine.client.names() == ["describe"]
+    assert engine.is_empty()
+
+
+def test_held_fraction(make: MakeEngine) -> None:
+    engine = make(num_blocks=20, max_held_fraction=0.35)
+    offered = []
+    for i in range(3):
+        prefill(engine, f"p-{i}", [50 + i] * 40)
+        offered.append(engine.outputs[f"p-{i}"].kv_transfer_params is not None)
+        engine.step()
+    assert offered == [True, True, False], "six of twenty blocks are held, nine would be too many"
+    key = next(iter(engine.client.offered))
+    engine.client.end_offer(*key)
+    engine.step()
+    prefill(engine, "p-9", [90] * 40)
+    assert engine.outputs["p-9"].kv_transfer_params is not None
+
+
+def test_reset_cache_takes_all_offers_back(make: MakeEngine) -> None:
+    engine = make()
+    prefill(engine)
+    engine.step()
+    assert engine.scheduler.connector is not None
+    assert engine.scheduler.connector.reset_cache() is True
+    engine.step()
+    assert engine.client.names()[-1] == "revoke_all"
+    engine.step()
+    assert engine.is_empty()
+
+
+def test_shutdown_tells_nothing_more(make: MakeEngine) -> None:
+    engine = make()
+    prefill(engine)
+    engine.step()
+    ((key, _),) = engine.client.offered.items()
+    engine.worker.shutdown()
+    engine.worker.shutdown()
+    engine.client.end_offer(*key)
+    engine.step()
+    assert engine.client.closed == 1
+    assert "p-1" in engine.scheduler.requests
+
+
+# --- two KV cache groups ------------------------------------------------------------------------
+
+
+hybrid = pytest.mark.skipif(
+    TransferResults is None, reason="this vLLM cannot be told of failures with several groups"
+)
+
+
+@pytest.mark.skipif(TransferResults is not None, reason="only of vLLM before 0.30")
+def test_several_groups_are_refused_by_an_old_vllm(make: MakeEngine) -> None:
+    with pytest.raises(ValueError, match="no-disable-hybrid-kv-cache-manager"):
+        make(window=32)
+
+
+@hybrid
+@pytest.mark.parametrize("length", [40, 64, 100, 129])
+def test_two_groups_end_to_end(make: MakeEngine, length: int) -> None:
+    """What decode wants of a sliding window, prefill still has, at every length."""
+    prompt = list(range(200, 200 + length))
+    producer, consumer = make(window=32), make(window=32)
+    prefill(producer, "p-1", prompt)
+    params = producer.outputs["p-1"].kv_transfer_params
+    producer.step()
+    (offer,) = producer.client.offered.values()
+    request = consumer.add("d-1", prompt, dict(params))
+    consumer.step()
+    fetch_id, fetch = fetch_of(consumer)
+    assert len(fetch["blocks"]) == len(offer["blocks"]) == 2
+    assert NULL_BLOCK not in fetch["blocks"][0]
+    for group in range(2):
+        assert len(fetch["blocks"][group]) == len(offer["blocks"][group])
+        for src, dst in zip(offer["blocks"][group], fetch["blocks"][group], strict=True):
+            assert src != NULL_BLOCK or dst == NULL_BLOCK
+    if length >= 100:
+        assert NULL_BLOCK in fetch["blocks"][1]
+    consumer.client.end_fetch(fetch_id)
+    consumer.run()
+    assert len(request.output_token_ids) == 4
+    assert consumer.is_empty()
+    ((key, _),) = producer.client.offered.items()
+    producer.client.end_offer(*key)
+    producer.step()
+    assert producer.is_empty()
+
+
+@hybrid
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_two_groups_failure(make: MakeEngine, policy: str) -> None:
+    engine = make(window=32, policy=policy)
+    request = engine.add("d-1", PROMPT, remote_params())
+    engine.step()
+    fetch_id, _ = fetch_of(engine)
+    engine.client.end_fetch(fetch_id, Code.PEER_LOST, [[], [1]])
+    engine.run()
+    engine.step()
+    if policy == "fail":
+        assert request.status == RequestStatus.FINISHED_ERROR
+    else:
+        assert len(request.output_token_ids) == 4
+    assert engine.is_empty()

@@ -163,7 +163,7 @@ def _dashes(name: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """" (did you mean X?)" or nothing."""
+    """A question in brackets that names the known name most like `name`, or nothing."""
     plain = {k.lower().replace("-", "_").lstrip("_"): k for k in known}
     wanted = name.lower().replace("-", "_").lstrip("_")
     close = difflib.get_close_matches(wanted, plain, n=1, cutoff=0.6)

@@ -26,12 +26,12 @@ class Prompt:
     """One request. Prompts with the same `together` are sent at the same moment.
 
     `hits`: tokens that decode is expected to hold already, so that a demo in which decode's
-    prefix cache did not work is noticed too.
+    prefix cache did not work is noticed too; None where timing decides.
     """
 
     name: str
     text: str
-    hits: int = 0
+    hits: int | None = 0
     n: int = 1
     together: int | None = None
 
@@ -82,7 +82,7 @@ def prompts(block_size: int, chunk: int) -> list[Prompt]:
             again,
             hits=(repeated - 1) // block_size * block_size,
         ),
-        Prompt("two answers (n=2)", _text("two answers", 4 * block_size + 9), n=2),
+        Prompt("two answers (n=2)", _text("two answers", 4 * block_size + 9), hits=None, n=2),
     ]
     for i, blocks in enumerate((2, 4, 6, 9)):
         text = _text(f"{i} of 4", blocks * block_size + 3 * i)

@@ -1,0 +1,22 @@
+"""One producer and one consumer, each behind a daemon of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.core.world import Engine, World
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def producer(world: World) -> Engine:
+    return world.node("p").engine("P")
+
+
+@pytest.fixture
+def consumer(world: World) -> Engine:
+    return world.node("d").engine("D")

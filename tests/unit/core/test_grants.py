@@ -1,0 +1,518 @@
+"""Producer: requests of consumers' daemons."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import pytest
+
+from kvd.core import events as ev
+from kvd.core import instructions as ins
+from kvd.core.config import CoreConfig
+from kvd.core.packed import NULL, pack, unpack
+from kvd.protocol import local, peer
+from kvd.protocol.types import Rank, Watermark
+from tests.unit.core.world import NBYTES, Engine, World, digest, geometry
+
+M = TypeVar("M")
+
+
+class Daemon:
+    """A consumer's daemon, word by word."""
+
+    def __init__(self, producer: Engine, number: int = 900, groups: tuple[int, ...] = (0, 0, 0)):
+        self.producer = producer
+        self.number = number
+        producer.node.run(ev.ClientJoined(number, f"c{number}", 1, True))
+        self.say(peer.Attach("a", "P", "D", 1, Rank(), geometry(groups), ["shm", "tcp"]))
+        assert isinstance(self.heard()[-1], peer.AttachOk)
+
+    def say(self, message: peer.ToProducer) -> list[ins.Instruction]:
+        return self.producer.node.run(ev.ClientMessage(self.number, message))
+
+    def heard(self) -> list[peer.ToConsumer]:
+        mine = [m for client, m in self.producer.node.answered if client == self.number]
+        self.producer.node.answered = [
+            pair for pair in self.producer.node.answered if pair[0] != self.number
+        ]
+        return mine
+
+    def ask(
+        self,
+        fetch_id: str,
+        transfer: str,
+        start: int,
+        end: int,
+        *,
+        generation: int | None = None,
+        park: float = 0.0,
+        prompt: str = "",
+        attach_id: str = "a",
+    ) -> list[peer.ToConsumer]:
+        self.say(
+            peer.FetchReq(
+                fetch_id=fetch_id,
+                attach_id=attach_id,
+                transfer_id=transfer,
+                generation=generation,
+                start=start,
+                end=end,
+                digest=digest(prompt or transfer, end),
+                park_s=park,
+            )
+        )
+        return self.heard()
+
+    def hears(self, kind: type[M]) -> M:
+        heard = self.heard()
+        assert len(heard) == 1, heard
+        assert isinstance(heard[0], kind), heard
+        return heard[0]
+
+
+@pytest.fixture
+def daemon(producer: Engine) -> Daemon:
+    return Daemon(producer)
+
+
+def granted(daemon: Daemon) -> peer.Grant:
+    """The one grant among what was heard; the offer may have grown after it."""
+    found = [message for message in daemon.heard() if isinstance(message, peer.Grant)]
+    assert len(found) == 1
+    return found[0]
+
+
+def code_of(heard: list[peer.ToConsumer]) -> str:
+    assert len(heard) == 1, heard
+    assert isinstance(heard[0], peer.FetchRefused), heard
+    return heard[0].code
+
+
+def test_a_grant_names_the_blocks_of_its_range(producer: Engine, daemon: Daemon) -> None:
+    producer.offer("T", 4, tokens=70, blocks=[[9, 8, 7, 6, 5]], slot=3)
+    (grant,) = daemon.ask("f", "T", 32, 64)
+    assert isinstance(grant, peer.Grant)
+    assert grant.generation == 4
+    assert grant.blocks == [pack([7, 6])]
+    assert grant.valid == [Watermark(0, 3, 64)]
+    assert grant.sealed
+    assert (grant.fence_slot, grant.fence_word) == (3, producer.fence[3])
+
+
+def test_the_ticket_is_open_before_the_grant_is_sent(producer: Engine, daemon: Daemon) -> None:
+    producer.offer("T", tokens=20)
+    producer.node.log.clear()
+    daemon.ask("f", "T", 0, 20)
+    kinds = [type(one) for one in producer.node.log]
+    assert kinds.index(ins.OpenTicket) < kinds.index(ins.SendClient)
+    opened = next(one for one in producer.node.log if isinstance(one, ins.OpenTicket))
+    assert opened.valid == (Watermark(0, 3, 20),)
+    assert opened.first_index == 0
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "code"),
+    [
+        (8, 32, "unaligned_range"),
+        (32, 32, "unaligned_range"),
+        (48, 32, "unaligned_range"),
+        (0, 24, "unaligned_range"),
+        (0, 64, "range_not_held"),
+        (0, 2**40, "range_not_held"),
+        (0, 40, None),
+        (0, 32, None),
+    ],
+)
+def test_ranges(producer: Engine, daemon: Daemon, start: int, end: int, code: str | None) -> None:
+    producer.offer("T", tokens=40)
+    heard = daemon.ask("f", "T", start, end, park=5.0)
+    if code is None:
+        assert isinstance(heard[0], peer.Grant)
+    else:
+        assert code_of(heard) == code
+        assert producer.node.tickets == {}
+
+
+def test_another_prompt_is_refused(producer: Engine, daemon: Daemon) -> None:
+    producer.offer("T", tokens=40, prompt="a")
+    assert code_of(daemon.ask("f", "T", 0, 32, prompt="b")) == "prompt_mismatch"
+    assert isinstance(daemon.ask("g", "T", 0, 32, prompt="a")[0], peer.Grant)
+
+
+def test_a_sealed_offer_without_the_digest_is_refused(producer: Engine, daemon: Daemon) -> None:
+    producer.open_offer("T")
+    producer.give_blocks("T", 1, [[1, 2]])
+    producer.say(local.Seal("T", 1, 32))
+    assert code_of(daemon.ask("f", "T", 0, 32)) == "prompt_mismatch"
+
+
+def test_a_streamed_offer_is_granted_once_its_digest_is_known(
+    producer: Engine, daemon: Daemon
+) -> None:
+    producer.open_offer("T")
+    producer.give_blocks("T", 1, [[1, 2]])
+    producer.say(local.Extend("T", 1, 16))
+    assert daemon.ask("f", "T", 0, 32) == []
+    producer.give_digests("T", 1, [32])
+    grant = daemon.hears(peer.Grant)
+    assert grant.valid == [Watermark(0, 3, 16)]
+    assert not grant.sealed
+
+
+def test_a_held_request_hears_of_another_prompt(producer: Engine, daemon: Daemon) -> None:
+    producer.open_offer("T")
+    assert daemon.ask("f", "T", 0, 32) == []
+    producer.give_digests("T", 1, [32], prompt="another")
+    assert daemon.hears(peer.FetchRefused).code == "prompt_mismatch"
+
+
+def test_news_are_told_and_nothing_else(producer: Engine, daemon: Daemon) -> None:
+    producer.open_offer("T")
+    producer.give_digests("T", 1, [32, 48, 60])
+    producer.give_blocks("T", 1, [[1, 2]])
+    (grant,) = daemon.ask("f", "T", 16, 48)
+    assert isinstance(grant, peer.Grant)
+    assert (grant.blocks, grant.valid) == ([pack([2])], [])
+    producer.say(local.Extend("T", 1, 32, 0, 1))
+    news = daemon.hears(peer.Progress)
+    assert (news.blocks, news.valid) == ([b""], [Watermark(0, 1, 32)])
+    producer.say(local.Extend("T", 1, 20, 0, 1))
+    assert daemon.heard() == []
+    producer.give_blocks("T", 1, [[3, 4]], first=2)
+    assert daemon.heard() == []
+    producer.say(local.Extend("T", 1, 48))
+    news = daemon.hears(peer.Progress)
+    assert news.blocks == [pack([3])]
+    assert news.valid == [Watermark(0, 1, 48), Watermark(1, 2, 48)]
+    held = producer.node.tickets[grant.ticket]
+    assert held.blocks == [pack([2, 3])]
+    assert held.valid == {0: 48, 1: 48, 2: 48}
+    producer.say(local.Seal("T", 1, 60))
+    assert daemon.heard() == []
+
+
+def test_a_seal_shows_that_a_streamed_range_was_wrong(producer: Engine, daemon: Daemon) -> None:
+    producer.open_offer("T")
+    producer.give_digests("T", 1, [24, 64])
+    producer.give_blocks("T", 1, [[1, 2, 3]])
+    assert isinstance(daemon.ask("f", "T", 0, 64)[0], peer.Grant)
+    assert isinstance(daemon.ask("g", "T", 0, 24)[0], peer.Grant)
+    producer.say(local.Seal("T", 1, 40))
+    revoked = {m.fetch_id: m for m in daemon.heard() if isinstance(m, peer.FetchRevoked)}
+    assert (revoked["f"].code, revoked["f"].again) == ("range_not_held", False)
+    assert (revoked["g"].code, revoked["g"].again) == ("unaligned_range", False)
+    assert producer.node.tickets == {}
+
+
+def test_null_source_blocks_are_passed_on(world: World) -> None:
+    producer = world.node("p").engine("P")
+    daemon = Daemon(producer)
+    producer.offer("T", tokens=48, blocks=[[NULL, NULL, 4]])
+    (grant,) = daemon.ask("f", "T", 0, 48)
+    assert isinstance(grant, peer.Grant)
+    assert list(unpack(grant.blocks[0])) == [NULL, NULL, 4]
+    daemon.say(peer.FetchClose("f", "ok", 0))
+    assert producer.node.recorded("fetch_served")[0]["nbytes"] == 3 * NBYTES
+
+
+def test_an_unknown_transfer_is_waited_for(world: World, producer: Engine, daemon: Daemon) -> None:
+    assert code_of(daemon.ask("now", "T", 0, 32)) == "unknown_transfer"
+    assert daemon.ask("later", "T", 0, 32, park=2.0) == []
+    assert daemon.ask("never", "U", 0, 32, park=2.0) == []
+    world.advance(1.0)
+    producer.offer("T", tokens=32)
+    assert granted(daemon).fetch_id == "later"
+    world.advance(1.1)
+    refused = daemon.hears(peer.FetchRefused)
+    assert (refused.fetch_id, refused.code) == ("never", "unknown_transfer")
+
+
+def test_parking_is_bounded_in_time_and_number(world: World) -> None:
+    config = CoreConfig(park_max_s=3.0, max_parked=2)
+    daemon = Daemon(world.node("p", config).engine("P"))
+    assert daemon.ask("a", "T", 0, 32, park=1000) == []
+    assert daemon.ask("b", "T", 0, 32, park=1000) == []
+    assert code_of(daemon.ask("c", "T", 0, 32, park=1000)) == "overloaded"
+    world.advance(3.1)
+    assert [getattr(m, "code", "") for m in daemon.heard()] == ["unknown_transfer"] * 2
+    assert daemon.producer.node.core.idle
+
+
+def test_generations_that_are_asked_for(producer: Engine, daemon: Daemon) -> None:
+    producer.offer("T", 5, tokens=32)
+    assert code_of(daemon.ask("old", "T", 0, 32, generation=4, park=9)) == "stale_generation"
+    assert isinstance(daemon.ask("same", "T", 0, 32, generation=5)[0], peer.Grant)
+    assert daemon.ask("new", "T", 0, 32, generation=6, park=9) == []
+    producer.offer("T", 6, tokens=32, slot=1)
+    grant = granted(daemon)
+    assert (grant.fetch_id, grant.generation) == ("new", 6)
+
+
+def test_how_a_transfer_ended_is_remembered(world: World, producer: Engine, daemon: Daemon) -> None:
+    producer.offer("R", 3, tokens=32)
+    producer.offer("E", 3, tokens=32, slot=1, lease=1.0)
+    daemon.say(peer.PeerRelease("R", None, "P"))
+    daemon.heard()
+    world.advance(1.1)
+    assert code_of(daemon.ask("a", "R", 0, 32, park=9)) == "released"
+    assert code_of(daemon.ask("b", "E", 0, 32, park=9)) == "expired"
+    assert code_of(daemon.ask("c", "E", 0, 32, generation=3, park=9)) == "expired"
+    assert code_of(daemon.ask("d", "E", 0, 32, generation=2, park=9)) == "stale_generation"
+    assert daemon.ask("e", "E", 0, 32, generation=4, park=9) == []
+    world.advance(CoreConfig().tombstone_ttl_s + 2)
+    daemon.heard()
+    assert code_of(daemon.ask("f", "R", 0, 32)) == "unknown_transfer"
+
+
+def test_open_grants_hold_an_offer_and_then_it_lingers(
+    world: World, producer: Engine, daemon: Daemon
+) -> None:
+    producer.offer("T", tokens=32, lease=1.0)
+    daemon.ask("f", "T", 0, 32)
+    daemon.ask("g", "T", 0, 32)
+    world.advance(5.0)
+    daemon.say(peer.FetchClose("f", "ok", 1))
+    daemon.say(peer.PeerRelease("T", None, "P"))
+    world.advance(5.0)
+    assert producer.ended("T") == []
+    daemon.say(peer.FetchClose("g", "ok", 1))
+    world.advance(1.9)
+    assert producer.ended("T") == []
+    daemon.heard()
+    assert isinstance(daemon.ask("h", "T", 0, 32)[0], peer.Grant)
+    world.advance(5.0)
+    daemon.say(peer.FetchClose("h", "ok", 1))
+    world.advance(2.1)
+    assert producer.ended("T") == [(1, "released")]
+
+
+def test_a_failed_fetch_leaves_the_lease_to_another_try(
+    world: World, producer: Engine, daemon: Daemon
+) -> None:
+    producer.offer("T", tokens=32, lease=10.0)
+    daemon.ask("f", "T", 0, 32)
+    daemon.say(peer.FetchClose("f", "transport_error", 5))
+    served = producer.node.recorded("fetch_served")[-1]
+    assert (served["code"], served["nbytes"]) == ("transport_error", 5)
+    world.advance(9.0)
+    assert producer.ended("T") == []
+    world.advance(1.1)
+    assert producer.ended("T") == [(1, "expired")]
+
+
+def test_what_was_served_is_counted_by_the_producer(producer: Engine, daemon: Daemon) -> None:
+    producer.offer("T", tokens=40)
+    daemon.ask("f", "T", 16, 40)
+    daemon.say(peer.FetchClose("f", "ok", 1))
+    served = producer.node.recorded("fetch_served")[-1]
+    assert served["nbytes"] == 2 * 3 * NBYTES
+    assert (served["code"], served["transport"]) == ("ok", "shm")
+    assert producer.node.tickets == {}
+
+
+def test_a_streamed_generation_is_waited_for_again(producer: Engine, daemon: Daemon) -> None:
+    producer.open_offer("T", 1)
+    producer.give_digests("T", 1, [32])
+    first = daemon.ask("any", "T", 0, 32)[0]
+    daemon.ask("one", "T", 0, 32, generation=1)
+    assert isinstance(first, peer.Grant)
+    producer.say(local.Revoke("T", 1))
+    revoked = {m.fetch_id: m.again for m in daemon.heard() if isinstance(m, peer.FetchRevoked)}
+    assert revoked == {"any": True, "one": False}
+    assert producer.node.tickets == {}
+    producer.offer("T", 2, tokens=32, slot=1)
+    second = granted(daemon)
+    assert (second.fetch_id, second.generation) == ("any", 2)
+    assert second.ticket != first.ticket
+
+
+def test_a_sealed_offer_that_is_revoked_is_not_waited_for(producer: Engine, daemon: Daemon) -> None:
+    producer.offer("T", tokens=32)
+    daemon.ask("f", "T", 0, 32)
+    producer.say(local.Revoke("T", 1))
+    revoked = daemon.hears(peer.FetchRevoked)
+    assert (revoked.code, revoked.again) == ("revoked", False)
+    daemon.say(peer.FetchClose("f", "revoked", 0))
+    assert daemon.heard() == []
+
+
+def test_a_client_that_left_holds_nothing(world: World, producer: Engine, daemon: Daemon) -> None:
+    producer.offer("T", tokens=32, lease=1.0)
+    daemon.ask("f", "T", 0, 32)
+    daemon.ask("g", "U", 0, 32, park=20.0)
+    producer.node.run(ev.ClientLeft(daemon.number, "peer_lost"))
+    assert producer.node.tickets == {}
+    seen = producer.node.core.statistics()
+    assert (seen.requests, seen.parked, seen.client_attachments, seen.clients) == (0, 0, 0, 0)
+    world.advance(CoreConfig().release_linger_s + 0.1)
+    assert producer.ended("T") == [(1, "expired")]
+
+
+def test_a_consumer_that_never_closes_is_not_waited_for_forever(world: World) -> None:
+    config = CoreConfig(fetch_max_s=10.0, attach_timeout_s=5.0)
+    producer = world.node("p", config).engine("P")
+    daemon = Daemon(producer)
+    producer.offer("T", tokens=32, lease=1.0)
+    daemon.ask("f", "T", 0, 32)
+    world.advance(14.9)
+    assert producer.ended("T") == []
+    world.advance(0.2)
+    assert daemon.hears(peer.FetchRevoked).code == "deadline"
+    world.advance(2.1)
+    assert producer.ended("T") == [(1, "expired")]
+
+
+def test_detach_ends_what_rides_on_it(producer: Engine, daemon: Daemon) -> None:
+    producer.offer("T", tokens=32)
+    daemon.ask("f", "T", 0, 32)
+    daemon.say(peer.Detach("a"))
+    assert producer.node.tickets == {}
+    assert code_of(daemon.ask("g", "T", 0, 32)) == "stale_epoch"
+
+
+def test_a_dead_engine_ends_everything_of_it(producer: Engine, daemon: Daemon) -> None:
+    producer.offer("T", tokens=32)
+    daemon.ask("f", "T", 0, 32)
+    daemon.ask("g", "U", 0, 32, park=20.0)
+    producer.close()
+    heard = daemon.heard()
+    assert [type(m) for m in heard] == [peer.FetchRevoked, peer.FetchRefused, peer.EngineGone]
+    assert isinstance(heard[2], peer.EngineGone)
+    assert (heard[2].engine_id, heard[2].engine_epoch) == ("P", 1)
+    assert producer.released
+    assert producer.node.core.idle
+    assert code_of(daemon.ask("h", "T", 0, 32)) == "stale_epoch"
+
+
+def test_a_second_request_with_a_live_id_is_ignored(producer: Engine, daemon: Daemon) -> None:
+    producer.offer("T", tokens=32)
+    daemon.ask("f", "T", 0, 32)
+    assert daemon.ask("f", "T", 0, 16) == []
+    assert producer.node.recorded("refused")[-1]["code"] == "duplicate"
+
+
+def test_drain_refuses_what_would_wait_and_serves_what_is_offered(
+    producer: Engine, daemon: Daemon
+) -> None:
+    producer.offer("T", tokens=32)
+    daemon.ask("parked", "U", 0, 32, park=20.0)
+    producer.node.run(ev.DrainStarted())
+    assert daemon.hears(peer.FetchRefused).code == "draining"
+    assert code_of(daemon.ask("late", "U", 0, 32, park=20.0)) == "draining"
+    assert producer.node.core.idle
+    assert isinstance(daemon.ask("f", "T", 0, 32)[0], peer.Grant)
+    assert not producer.node.core.idle
+    daemon.say(peer.FetchClose("f", "ok", 0))
+    assert producer.node.core.idle
+
+
+def test_the_number_of_served_fetches_is_bounded(world: World) -> None:
+    daemon = Daemon(world.node("p", CoreConfig(max_fetches=2)).engine("P"))
+    daemon.producer.offer("T", tokens=32)
+    assert isinstance(daemon.ask("a", "T", 0, 32)[0], peer.Grant)
+    assert isinstance(daemon.ask("b", "T", 0, 32)[0], peer.Grant)
+    assert code_of(daemon.ask("c", "T", 0, 32)) == "overloaded"
+
+
+# --- attaching -------------------------------------------------------------------------------
+
+
+ATTACH = peer.Attach("a", "P", "D", 1, Rank(), geometry((0, 0, 0)), ["shm", "tcp"])
+
+
+def attach(
+    producer: Engine, message: peer.Attach, *, same_host: bool = True
+) -> peer.AttachOk | peer.AttachRefused:
+    node = producer.node
+    node.run(ev.ClientJoined(1, "c", 1, same_host))
+    node.run(ev.ClientMessage(1, message))
+    _, answer = node.answered[-1]
+    assert isinstance(answer, peer.AttachOk | peer.AttachRefused)
+    return answer
+
+
+def changed(**fields: object) -> peer.Attach:
+    names = ATTACH.__struct_fields__
+    return peer.Attach(**{name: fields.get(name, getattr(ATTACH, name)) for name in names})
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "says"),
+    [
+        (changed(engine_id="Q"), "unknown_engine", "Q"),
+        (changed(rank=Rank(tp_rank=1, tp_size=2)), "geometry_mismatch", "rank"),
+        (changed(transports=["nccl"]), "transport_unavailable", "nccl"),
+        (changed(transports=[]), "transport_unavailable", "none"),
+    ],
+)
+def test_attach_is_refused_with_a_reason(
+    producer: Engine, message: peer.Attach, code: str, says: str
+) -> None:
+    answer = attach(producer, message)
+    assert isinstance(answer, peer.AttachRefused)
+    assert answer.code == code
+    assert says in answer.detail
+
+
+def test_a_consumer_engine_cannot_be_attached_to(world: World) -> None:
+    answer = attach(world.node("p").engine("P", role="consumer"), ATTACH)
+    assert isinstance(answer, peer.AttachRefused)
+    assert answer.code == "unsupported"
+
+
+@pytest.mark.parametrize(
+    ("transports", "same_host", "slots", "chosen"),
+    [
+        (["shm", "tcp"], True, 8, "shm"),
+        (["tcp", "shm"], True, 8, "tcp"),
+        (["shm", "tcp"], False, 8, "tcp"),
+        (["shm", "tcp"], True, 0, "tcp"),
+        (["nccl", "tcp"], True, 8, "tcp"),
+    ],
+)
+def test_the_first_transport_that_is_allowed(
+    world: World, transports: list[str], same_host: bool, slots: int, chosen: str
+) -> None:
+    producer = world.node("p").engine("P", fence_slots=slots)
+    answer = attach(producer, changed(transports=transports), same_host=same_host)
+    assert isinstance(answer, peer.AttachOk)
+    assert answer.transport == chosen
+    assert answer.memory_key == producer.session
+    assert answer.num_blocks == 64
+    assert answer.data_port is None
+
+
+def test_a_daemon_with_one_transport_takes_no_other(world: World) -> None:
+    producer = world.node("p", CoreConfig(transports=("tcp",))).engine("P")
+    answer = attach(producer, changed(transports=["shm"]))
+    assert isinstance(answer, peer.AttachRefused)
+    assert answer.code == "transport_unavailable"
+
+
+def test_the_newest_epoch_of_a_rank_is_the_engine(world: World) -> None:
+    node = world.node("p")
+    old = node.engine("P", epoch=1)
+    daemon = Daemon(old)
+    old.offer("T", tokens=32)
+    new = node.engine("P", epoch=2)
+    assert isinstance(daemon.hears(peer.EngineGone), peer.EngineGone)
+    assert old.ended("T") == [(1, "engine_gone")]
+    assert old.released
+    old.alive = False
+    daemon.say(changed(attach_id="b"))
+    answer = daemon.hears(peer.AttachOk)
+    assert (answer.engine_epoch, answer.memory_key) == (2, new.session)
+    older = node.engine("P", epoch=1, register=False)
+    assert older.took(local.Refused)[0].code == "stale_epoch"
+    assert older.released
+    assert not new.released
+
+
+def test_attachments_are_bounded(world: World) -> None:
+    producer = world.node("p", CoreConfig(max_attachments=1)).engine("P")
+    daemon = Daemon(producer)
+    daemon.say(changed(attach_id="b"))
+    assert daemon.hears(peer.AttachRefused).code == "overloaded"
+    daemon.say(peer.Detach("a"))
+    daemon.say(changed(attach_id="b"))
+    assert daemon.hears(peer.AttachOk).attach_id == "b"

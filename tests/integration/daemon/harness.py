@@ -25,10 +25,13 @@ ANSWER_S = 30.0
 class Process:
     """A child that logs to a file and ends with `stop`, however that has to be."""
 
+    parent = str(os.getpid())
+    """Whose death is theirs too."""
+
     def __init__(self, name: str, folder: Path, command: list[str], **how: Any) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
-        env = {**os.environ, **how.pop("env", {}), "KVD_DIE_WITH_PARENT": str(os.getpid())}
+        env = {**os.environ, **how.pop("env", {}), "KVD_DIE_WITH_PARENT": self.parent}
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(
                 command, cwd=ROOT, env=env, stderr=log, start_new_session=True, **how

@@ -1,7 +1,7 @@
 """A daemon in a process of its own that registers one client and stops itself at its first fetch.
 
-Arguments: the descriptor of a listening socket. When it is continued it writes 0xEE over the whole
-first segment, as a late copy would, and ends.
+Argument: the descriptor of a socket that listens, or of one that is connected already. When it is
+continued it writes 0xEE over the whole first segment, as a late copy would, and ends.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _decode = msgspec.msgpack.Decoder(local.FromShim).decode
 
 
 def main() -> None:
-    listener = socket.socket(fileno=int(sys.argv[1]))
-    session, _ = listener.accept()
+    session = socket.socket(fileno=int(sys.argv[1]))
+    if session.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        session, _ = session.accept()
     session.setblocking(True)
     session.send(welcome())
     fds = array.array("i")

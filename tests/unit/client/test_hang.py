@@ -25,24 +25,32 @@ HANG_S = 8.0
 
 
 class Stopped:
-    """A client with one fetch out, whose daemon has stopped."""
+    """A client with one fetch out, whose daemon has stopped.
 
-    def __init__(self, path: Path) -> None:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(str(path))
-        # As with socket activation, it is not the daemon that listens.
-        listener.listen(1)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.client.hanging_daemon", str(listener.fileno())],
-            pass_fds=[listener.fileno()],
-            cwd=ROOT,
-        )
-        listener.close()
+    As with socket activation, it is not the daemon that listens. With `shared_socket` another
+    process (this one) has the daemon's end of the connection too, so that its death is no EOF.
+    """
+
+    def __init__(self, path: Path, *, shared_socket: bool = False) -> None:
         self.clock = FakeClock()
         self.client = Client(str(path), engine_id="engine", daemon_hang_s=HANG_S, clock=self.clock)
         memory, self.blocks = shared_blocks(2, NUM_BLOCKS, 64)
         self.client.describe(memory)
         memory.close()
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.bind(str(path))
+        self.socket.listen(1)
+        if shared_socket:
+            self.client.poll()
+            with self.socket as listener:
+                self.socket, _ = listener.accept()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.unit.client.hanging_daemon", str(self.socket.fileno())],
+            pass_fds=[self.socket.fileno()],
+            cwd=ROOT,
+        )
+        if not shared_socket:
+            self.socket.close()
 
     def start(self) -> None:
         wait_for(lambda: (self.client.poll(), state(self.client) == "up")[1], what="it is up")
@@ -53,21 +61,32 @@ class Stopped:
         status = Path(f"/proc/{self.process.pid}/stat").read_text()
         return status.rpartition(")")[2].split()[0] in "tT"
 
-    def exited(self) -> bool:
-        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, self.process.pid, flags) is not None
+    def can_write(self) -> bool:
+        """It still has memory mapped. (Its socket closes a moment before it can be reaped.)"""
+        return bool(Path(f"/proc/{self.process.pid}/maps").read_text())
 
     def be_silent(self) -> list[object]:
         """Polls as an engine does until the silence has lasted long enough."""
+        assert self.can_write()
         events: list[object] = []
         for _ in range(int(2 * HANG_S)):
             self.clock.now += 1.0
             events += self.client.poll()
+            assert not (of_type(events, FetchDone) and self.can_write())
         return events
+
+    def poll_until_fetch_ends(self, events: list[object]) -> FetchDone:
+        def ended() -> list[FetchDone]:
+            self.clock.now += 0.1
+            events.extend(self.client.poll())
+            return of_type(events, FetchDone)
+
+        return wait_for(ended, 20.0, what="the end of the fetch is told")[0]
 
     def end(self) -> None:
         self.process.kill()
         self.process.wait(10)
+        self.socket.close()
         self.client.close(0.0)
         self.blocks.close()
 
@@ -84,15 +103,9 @@ def stopped(path: Path) -> Iterator[Stopped]:
 
 def test_a_hanging_daemon_is_killed_and_its_fetch_ends_when_it_is_dead(stopped: Stopped) -> None:
     events = stopped.be_silent()
-    while not of_type(events, FetchDone):
-        # Nothing about the fetch before the process is gone.
-        gone = stopped.exited()
-        more = stopped.client.poll(0.05)
-        assert gone or not of_type(more, FetchDone) or stopped.exited()
-        stopped.clock.now += 0.1
-        events += more
-        assert stopped.clock.now < 5000, "the daemon never died"
-    down, done = events[0], of_type(events, FetchDone)[0]
+    done = stopped.poll_until_fetch_ends(events)
+    assert not stopped.can_write()
+    down = events[0]
     assert isinstance(down, Down)
     assert "silent" in down.detail
     assert (done.fetch_id, done.code, done.bad) == (stopped.fetch_id, "daemon_gone", [b"\3"])
@@ -100,6 +113,17 @@ def test_a_hanging_daemon_is_killed_and_its_fetch_ends_when_it_is_dead(stopped: 
     assert stopped.client.statistics()["kills"] == 1
     # No late write: the process that would have made it is dead.
     assert set(stopped.blocks[:]) == {0}
+
+
+def test_the_exit_of_the_process_is_enough_where_its_socket_stays_open(path: Path) -> None:
+    stopped = Stopped(path, shared_socket=True)
+    try:
+        stopped.start()
+        done = stopped.poll_until_fetch_ends(stopped.be_silent())
+        assert (done.fetch_id, done.code) == (stopped.fetch_id, "daemon_gone")
+        assert not stopped.can_write()
+    finally:
+        stopped.end()
 
 
 def test_a_hanging_daemon_that_may_not_be_killed_is_waited_for(

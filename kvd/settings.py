@@ -220,9 +220,7 @@ class Settings(BaseSettings):
     )
     max_offers: int = _core("max_offers", "offers that may be open", ge=1, le=2**20)
     max_fetches: int = _core("max_fetches", "fetches that may be open", ge=1, le=2**20)
-    max_parked: int = _core(
-        "max_parked", "fetches that may wait for their offer", ge=0, le=2**20
-    )
+    max_parked: int = _core("max_parked", "fetches that may wait for their offer", ge=0, le=2**20)
     max_tombstones: int = _core(
         "max_tombstones", "ended transfers that are remembered", ge=0, le=2**24
     )

@@ -35,7 +35,7 @@ FD_MARGIN = 16
 """Open files that one test may add: caches and lazily opened devices, not connections."""
 FD_SESSION_MARGIN = 64
 LOOK_EVERY_S = 1.0
-SETTLE_S = 5.0
+SETTLE_S = float(os.environ.get("KVDTEST_SETTLE_S", "5"))
 """How long what is already ending may take to be gone."""
 
 # Threads of libraries that cannot be ended, by the start of their name.

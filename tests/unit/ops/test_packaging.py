@@ -203,29 +203,65 @@ def test_a_python_that_does_not_fit_is_named(tmp_path: Path, no_venv: str) -> No
     assert not (tmp_path / "venv").exists()
 
 
-FAKE_PYTHON = """#!/bin/sh
-# Stands for an interpreter whose pip knows no CPU build of torch.
+NO_MATCH = "ERROR: No matching distribution found for torch==2.13.0+cpu"
+CONFLICT = "ERROR: Cannot install torch==2.13.0+cpu because these package versions conflict"
+
+
+def fake_python(path: Path, version: str, no_torch: str) -> Path:
+    """Stands for an interpreter whose pip does nothing, or knows no CPU build of torch."""
+    path.write_text(f"""#!/bin/sh
 case "$*" in
-    *"-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
-    *"python_version()"*) echo 3.13.0 ;;
+    *"-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; echo {version} >>"$0.used" ;;
+    *"python_version()"*) echo {version} ;;
+    *" torch 2.13.0+cpu") [ -e "$0.torch" ] || exit 1 ;;
     *"importlib.metadata"*) exit 1 ;;
     *"pip --no-input install torch=="*)
-        echo "ERROR: No matching distribution found for torch==2.13.0+cpu" >&2; exit 1 ;;
+        [ -z "{no_torch}" ] || {{ echo "{no_torch}" >&2; exit 1; }}
+        touch "$0.torch" ;;
 esac
 exit 0
-"""
+""")
+    path.chmod(0o755)
+    return path
 
 
 @needs_make
-def test_a_missing_torch_build_says_which_index_to_give(tmp_path: Path, no_venv: str) -> None:
-    fake = tmp_path / "python3.13"
-    fake.write_text(FAKE_PYTHON)
-    fake.chmod(0o755)
+@pytest.mark.parametrize("words", [NO_MATCH, CONFLICT])
+def test_a_missing_torch_build_says_which_index_to_give(
+    tmp_path: Path, no_venv: str, words: str
+) -> None:
+    fake = fake_python(tmp_path / "python3.13", "3.13.0", words)
     ended = make("venv", no_venv, f"PYTHON={fake}")
     assert ended.returncode != 0
-    assert "pip cannot find torch==2.13.0+cpu for Python 3.13" in ended.stderr
+    assert "pip cannot find torch==2.13.0+cpu for Python 3.13." in ended.stderr
     assert "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make venv" in ended.stderr
-    assert not (tmp_path / "venv" / ".ready").exists()
+    assert not (tmp_path / "venv").exists()
+
+
+@needs_make
+def test_another_failure_of_pip_is_shown_as_it_is(tmp_path: Path, no_venv: str) -> None:
+    fake = fake_python(tmp_path / "python3.13", "3.13.0", "ERROR: No space left on device")
+    ended = make("venv", no_venv, f"PYTHON={fake}")
+    assert ended.returncode != 0
+    assert "No space left on device" in ended.stderr
+    assert "installing torch==2.13.0+cpu failed" in ended.stderr
+    assert "PIP_EXTRA_INDEX_URL" not in ended.stderr
+
+
+@needs_make
+def test_the_next_python_is_tried_where_the_first_has_no_torch(
+    tmp_path: Path, no_venv: str
+) -> None:
+    for name in ("python3", "python3.13"):
+        fake_python(tmp_path / name, "3.13.0", NO_MATCH)
+    for name in ("python3.12", "python3.11"):
+        fake_python(tmp_path / name, f"{name.removeprefix('python')}.1", "")
+    ended = make("venv", no_venv, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "venv" / ".ready").exists()
+    # One try for each version, and none after the one that worked.
+    used = {p.name.removesuffix(".used") for p in tmp_path.glob("*.used")}
+    assert used == {"python3", "python3.12"}
 
 
 def test_ci_runs_make_test_without_stdin(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def shared_blocks(
     mapping. Raises ClientError NO_SPACE when the memory cannot be had.
     """
     nbytes = num_layers * num_blocks * block_bytes
-    if nbytes <= 0:
+    if min(num_layers, num_blocks, block_bytes) < 1:
         raise ClientError(Code.BAD_MEMORY, "layers, blocks and block bytes must all be positive")
     fd = os.memfd_create("kvd-blocks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

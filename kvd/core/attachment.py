@@ -55,7 +55,8 @@ class Attachment:
     offered: list[str] = field(default_factory=list)
     answer: wire.AttachOk | None = None
     failure: Refusal | None = None
-    fetches: set[Fetch] = field(default_factory=set)
+    fetches: dict[Fetch, None] = field(default_factory=dict)
+    """In the order in which they came."""
     ready: deque[Fetch] = field(default_factory=deque)
     queued: bool = False
     jobs: int = 0

@@ -44,8 +44,8 @@ class Attachments:
             one = Attachment(self._new_id(), session, session.memory, found, fetch.engine_id)
             self.by_id[one.id] = one
             self.by_key[one.key] = one
-            session.attachments.add(one)
-            found.attachments.add(one)
+            session.attachments[one] = None
+            found.attachments[one] = None
             self.peers.idle_or_not(found)
             self.ctx.deadlines.set(
                 ("attach", one.id), self.ctx.now + self.ctx.config.attach_timeout_s
@@ -54,13 +54,13 @@ class Attachments:
                 self.fire(one, AttachEvent.PEER_UP)
         if one.failure is not None:
             raise Refusal(one.failure.code, one.failure.detail)
-        one.fetches.add(fetch)
+        one.fetches[fetch] = None
         if one.state is AttachState.OPEN:
             self.ctx.deadlines.clear(("attach", one.id))
         return one
 
     def leave(self, fetch: Fetch, one: Attachment) -> None:
-        one.fetches.discard(fetch)
+        one.fetches.pop(fetch, None)
         if not one.fetches and one.state is AttachState.OPEN:
             self.ctx.deadlines.set(("attach", one.id), self.ctx.now + self.ctx.config.peer_idle_s)
 
@@ -225,8 +225,8 @@ class Attachments:
         self.unlink(one)
         self.by_id.pop(one.id, None)
         self.ctx.deadlines.clear(("attach", one.id))
-        one.session.attachments.discard(one)
-        one.peer.attachments.discard(one)
+        one.session.attachments.pop(one, None)
+        one.peer.attachments.pop(one, None)
         self.peers.idle_or_not(one.peer)
         return AttachState.CLOSED
 

@@ -41,7 +41,7 @@ class Peer:
     boot_id: int = 0
     daemon_id: str = ""
     same_host: bool = False
-    attachments: set[Attachment] = field(default_factory=set)
+    attachments: dict[Attachment, None] = field(default_factory=dict)
     notifies: dict[int, Notify] = field(default_factory=dict)
     """In the order in which they were sent."""
     backlog: deque[tuple[int, peer.ToProducer]] = field(

@@ -81,7 +81,7 @@ class Session:
     """Parked requests of clients, by transfer."""
     clients: dict[tuple[int, str], ClientAttachment] = field(default_factory=dict)
     fetches: dict[str, Fetch] = field(default_factory=dict)
-    attachments: set[Attachment] = field(default_factory=set)
+    attachments: dict[Attachment, None] = field(default_factory=dict)
     destinations: list[set[int]] = field(default_factory=list)
     """For each group, block ids into which live fetches may still write."""
     jobs: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 import pytest
+from msgspec import structs
 
 from kvd.core import events as ev
 from kvd.core import instructions as ins
@@ -432,8 +433,7 @@ def attach(
 
 
 def changed(**fields: object) -> peer.Attach:
-    names = ATTACH.__struct_fields__
-    return peer.Attach(**{name: fields.get(name, getattr(ATTACH, name)) for name in names})
+    return structs.replace(ATTACH, **fields)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ generation of its transfer put there; a failed one holds it in each block that i
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -363,7 +364,7 @@ class TwoDaemons(RuleBasedStateMachine):
     ) -> None:
         """A prefill that is fetched while it runs, asked for before or after it started."""
         self.link_heals()
-        want = {
+        want: dict[str, Any] = {
             "start": 0,
             "tokens": tokens,
             "aimed": not early,
@@ -434,7 +435,7 @@ class TwoDaemons(RuleBasedStateMachine):
             return
         self.world.cut(self.d, self.p, both=both)
         if not both:
-            self.world.post(lambda: self.p.run(ev.ClientLeft(client, "peer_lost")))
+            self.world.post(partial(self.world.client_left, self.p, client))
         if heal:
             self.world.post(lambda: self.world.connect(self.d, self.p.addr))
 

@@ -469,9 +469,9 @@ class World:
         if client is not None:
             producer = self.nodes[addr]
             del producer.clients[client]
-            self.post(lambda: self._client_left(producer, client))
+            self.post(lambda: self.client_left(producer, client))
 
-    def _client_left(self, producer: Node, client: int) -> None:
+    def client_left(self, producer: Node, client: int) -> None:
         producer.run(ev.ClientLeft(client, "peer_lost"))
 
     def cut(self, consumer: Node, producer: Node, *, both: bool = True) -> None:
@@ -482,7 +482,7 @@ class World:
         del producer.clients[client]
         consumer.run(ev.PeerDown(producer.addr, "peer_lost", "the link broke"))
         if both:
-            self._client_left(producer, client)
+            self.client_left(producer, client)
 
     def to_producer(self, consumer: Node, addr: PeerAddr, message: peer.ToProducer) -> None:
         client = self.links.get((consumer.addr, addr))

@@ -200,18 +200,19 @@ class Client(ProducerCalls, ConsumerCalls):
                 return events
             self._wait(min(give_up_at - now, self._session.wake_after(now)))
 
-    def wait_up(self, timeout: float) -> None:
-        """Returns once the daemon takes offers and fetches. Events are kept for `poll`.
+    def wait_up(self, timeout: float) -> local.Welcome:
+        """Returns once the daemon takes offers and fetches: what it said of itself.
 
-        For scripts; an engine polls. Raises ClientError after `timeout` seconds, saying why not.
+        Events are kept for `poll`. For scripts; an engine polls. Raises ClientError after
+        `timeout` seconds, saying why not.
         """
         self._check_open()
         give_up_at = self._clock() + timeout
         while True:
             now = self._clock()
             self._session.advance(now)
-            if self.state == "up":
-                return
+            if self.state == "up" and self._session.welcome is not None:
+                return self._session.welcome
             if now >= give_up_at:
                 raise self._unusable()
             self._wait(min(give_up_at - now, self._session.wake_after(now)))

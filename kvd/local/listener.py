@@ -62,7 +62,7 @@ def bind(path: str, *, any_length: bool = False) -> Listener:
             return _bind(path)
     except OSError as e:
         raise BindError(
-            f"cannot listen at {path}: {os.strerror(e.errno or 0)} "
+            f"cannot listen at {path}: {os.strerror(e.errno) if e.errno else e} "
             "(give a path in a folder that you may write to with --socket)"
         ) from e
 

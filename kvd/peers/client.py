@@ -207,9 +207,8 @@ class PeerClient:
         if what is zmq.Event.CLOSED:
             self._break(PeerProblem(f"{self.address} refuses connections", Code.PEER_UNREACHABLE))
         elif what is not zmq.Event.MONITOR_STOPPED:
-            self._break(
-                PeerProblem(f"{self.address} closed the connection ({what.name})", Code.PEER_LOST)
-            )
+            code = Code.PEER_LOST if self.up else Code.PEER_UNREACHABLE
+            self._break(PeerProblem(f"{self.address} closed the connection ({what.name})", code))
 
     async def _unless_broken(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Its result; raises the connection's problem as soon as there is one."""

@@ -1,4 +1,4 @@
-"""An engine that is not vLLM: real shared memory, the real client, and bytes that can be told apart.
+"""An engine that is not vLLM: real shared memory, the real client, and bytes to be told apart.
 
 In the test's own process as `Engine`; as a process of its own by `python -m`, where one JSON object
 a line on stdin says what to do and one a line on stdout what came of it.

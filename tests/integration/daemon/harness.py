@@ -83,8 +83,12 @@ class Daemon(Process):
             **settings,
         }
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in every.items()]
+        # Without starting twice for the C library's settings, which tests of speed need.
         super().__init__(
-            name, folder, [sys.executable, "-m", "kvd", "serve", *flags], env=env or {}
+            name,
+            folder,
+            [sys.executable, "-m", "kvd", "serve", *flags],
+            env={"KVD_REEXEC": "1", **(env or {})},
         )
 
     def ready(self) -> Self:

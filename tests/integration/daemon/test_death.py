@@ -11,8 +11,10 @@ import pytest
 from connector_shim.events import Down, Up
 from kvd.protocol import local
 from kvd.protocol.codes import Code
+from kvd.protocol.types import PeerAddr
 from tests.conftest import wait_for
 from tests.integration.daemon.conftest import TRANSPORTS, Site
+from tests.integration.daemon.harness import Daemon
 
 CYCLES = 20
 
@@ -28,7 +30,7 @@ def test_a_killed_engine_gives_its_memory_back_within_a_second(site: Site) -> No
     wait_for(lambda: p.mapped() == base, 10.0, what="unmapped", every=0.005)
     took = time.monotonic() - killed
     assert took < 1.0
-    (line,) = p.lines("memory_unmapped")
+    (line,) = wait_for(lambda: p.lines("memory_unmapped"), what="logged")
     assert line["nbytes"] == 4 * 64 * 4096
 
 
@@ -41,14 +43,13 @@ def test_a_killed_producer_is_unmapped_by_its_peer_too(site: Site, transport: st
     producer = site.process(p, "producer", seed=1)
     at = producer.up()
     producer.ask("offer", transfer_id="t", blocks=[1, 2])
-    from kvd.protocol.types import PeerAddr
-
     remote = PeerAddr(at["host"], at["port"])
     assert consumer.fetch("t", [1, 2], remote=remote, engine_id="producer").code == Code.OK
     if transport == "shm":
         assert d.mapped() > base
     producer.kill(signal.SIGKILL)
     killed = time.monotonic()
+    wait_for(lambda: p.mapped() == 0, 10.0, what="its daemon unmaps it", every=0.005)
     wait_for(lambda: d.mapped() == base, 10.0, what="the peer unmaps it", every=0.005)
     assert time.monotonic() - killed < 1.0
     done = consumer.fetch("t", [3, 4], remote=remote, engine_id="producer")
@@ -141,9 +142,7 @@ def test_a_killed_consumer_daemon_ends_its_fetches_and_is_replaced(site: Site) -
     d.wait()
     # Its link is gone, so the producer's daemon knows at once.
     wait_for(lambda: p.metric("kvd_parked") == 0, what="p forgets its fetch")
-    state = wait_for(
-        lambda: (s := consumer.ask("state"))["downs"] and s, what="the engine sees it"
-    )
+    state = wait_for(lambda: (s := consumer.ask("state"))["downs"] and s, what="the engine sees it")
     assert state["statistics"]["fetches"] == 0
     site.daemon("d").ready()
     wait_for(lambda: consumer.ask("state")["state"] == "up", what="registered with the new one")
@@ -209,7 +208,6 @@ def test_a_daemon_survives_the_engine_that_started_it_only_if_told(site: Site) -
     assert d.popen.poll() is None
     # A pid that is not its parent's: it must not serve at all.
     stranger = str(os.getpid() + 1)
-    from tests.integration.daemon.harness import Daemon
 
     class Orphan(Daemon):
         parent = stranger

@@ -100,9 +100,9 @@ def test_many_fetches_at_once_over_several_engines(site: Site, transport: str) -
     size = {"num_blocks": 160}
     producers = [site.engine(p, f"p{i}", seed=i + 1, **size) for i in range(2)]
     consumers = [site.engine(d, f"d{i}", **size) for i in range(2)]
-    at = [e.up() for e in producers][0]
-    for consumer in consumers:
-        consumer.up()
+    for engine in (*producers, *consumers):
+        engine.up()
+    at = p.address
     free = {id(e): rng.sample(range(160), 160) for e in (*producers, *consumers)}
     pairs: dict[tuple[int, int], dict[int, int]] = {}
     asked = []
@@ -124,11 +124,10 @@ def test_many_fetches_at_once_over_several_engines(site: Site, transport: str) -
             len(pairs[i, j]) * LAYERS * BLOCK_BYTES // 8 for i in range(2)
         )
         for i in range(2):
-            mine = {d: s for d, s in pairs[i, j].items()}
             others = set(pairs[1 - i, j])
             before = consumer.words[:, sorted(others)].copy()
             consumer.words[:, sorted(others)] = 2**64 - 1
-            assert consumer.wrong(i + 1, mine) == 0
+            assert consumer.wrong(i + 1, pairs[i, j]) == 0
             consumer.words[:, sorted(others)] = before
     for engine in (*producers, *consumers):
         assert engine.state() == "up"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import array
+import asyncio
 import os
 import socket
 from collections.abc import Sequence
@@ -24,6 +24,12 @@ from kvd.tasks import TaskSet
 from tests.conftest import wait_for_async
 
 E = TypeVar("E")
+
+PICKLE = (
+    b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00}\x94\x8c\x02op\x94"
+    b"\x8c\x05posix\x94\x8c\x06getcwd\x94\x93\x94s."
+)
+"""What somebody who takes us for an unpickler would send."""
 
 BLOCKS = 8
 BLOCK_NBYTES = 4096
@@ -157,7 +163,7 @@ class Shell:
         """Waits until the core has heard `count` events of a kind; returns the last of them."""
 
         def found() -> list[E] | None:
-            seen = [event for event in self.heard if isinstance(event, kind)]
+            seen: list[E] = [event for event in self.heard if isinstance(event, kind)]
             return seen if len(seen) >= count else None
 
         return (await wait_for_async(found, what=kind.__name__))[-1]

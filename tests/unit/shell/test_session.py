@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from kvd.protocol import local
 from kvd.protocol.codes import Code
 from kvd.protocol.version import PROTO_MAJOR
 from tests.conftest import wait_for_async
-from tests.unit.shell.fakes import BLOCK_NBYTES, BLOCKS, Shell, Shim, geometry, hello, memfd
+from tests.unit.shell.fakes import BLOCK_NBYTES, BLOCKS, PICKLE, Shell, Shim, geometry, hello, memfd
 
 
 def open_fds() -> int:
@@ -67,7 +66,7 @@ async def test_messages_reach_the_core_in_order(shell: Shell) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        pickle.dumps({"op": os.getcwd}),
+        PICKLE,
         b"\x00",
         b"\xff" * 1000,
         b"\xdb\x7f\xff\xff\xff",  # a string that claims two GiB

@@ -136,7 +136,7 @@ def test_a_reader_that_stopped_holds_nobody_up() -> None:
             log.info("chatter", number=i, padding="x" * 1000)
         finished.set()
 
-    talker = threading.Thread(target=chat, name="talker")
+    talker = threading.Thread(target=chat, name="talker", daemon=True)
     talker.start()
     # A pipe holds 64 KiB; were logging to wait for it, this would never be set.
     stuck = not finished.wait(20)

@@ -41,19 +41,23 @@ TRANSPORTS = ("shm", "tcp", NO_TRANSPORT)
 CODES = tuple(str(c) for c in Code)
 OFFER_STATES = ("leased", "serving", "lingering")
 PEER_STATES = ("connecting", "up", "down")
+_ENDS = ("frame_too_long", "too_many_fds", "queue_full", "os_error")
 DROPS: Mapping[str, tuple[str, ...]] = {
     "accept": ("EMFILE", "ENFILE", "ENOBUFS", "ENOMEM"),
     "session": (
-        "undecodable", "bad_message", "version_mismatch", "no_hello", "uid", "max_sessions",
-        "queue_full",
+        "undecodable", "bad_message", "not_registered", "version_mismatch", "bad_memory",
+        "no_hello", "uid", "max_sessions", *_ENDS,
     ),
     "peer_server": (
-        "multipart", "bad_message", "version_mismatch", "stale_epoch", "peer_not_allowed",
-        "max_clients", "queue_full",
+        "multipart", "bad_message", "version_mismatch", "overloaded", "stale_epoch",
+        "peer_not_allowed", "max_clients", "queue_full",
     ),
-    "peer_client": ("multipart", "bad_message", "version_mismatch", "stale_epoch", "queue_full"),
-    "link": ("accept", "max_links", "bad_message", "uid"),
-    "data": ("bad_message", "bad_ticket", "max_connections", "peer_not_allowed", "timeout"),
+    "peer_client": ("bad_message", "version_mismatch", "overloaded", "queue_full"),
+    "link": ("accept", "max_links", "undecodable", "bad_message", "uid", "unproven", *_ENDS),
+    "data": (
+        "not_allowed", "too_many", "first_frame", "bad_frame", "idle", "stalled", "broken",
+        "accept",
+    ),
     "http": ("timeout", "max_connections"),
     "metrics": ("internal",),
 }  # fmt: skip

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from kvd.metrics import (
     Metrics,
 )
 from kvd.protocol.codes import Code
+from kvd.transport.tcp_server import DROP_REASONS
 
 
 @pytest.fixture
@@ -87,6 +90,18 @@ def test_every_series_is_there_at_0(metrics: Metrics) -> None:
 def test_labels_follow_the_code_list_and_the_core() -> None:
     assert set(CODES) == {str(c) for c in Code}
     assert set(OFFER_STATES) == {str(s) for s in OfferState} - {"ended"}
+
+
+def test_every_place_that_drops_is_listed() -> None:
+    assert set(DROPS["data"]) == set(DROP_REASONS)
+    root = Path(__file__).parents[3] / "kvd"
+    calls = [
+        (call[1], call[2])
+        for path in root.rglob("*.py")
+        for call in re.finditer(r'drop(?:ped)?\(\s*"(\w+)",\s*"(\w+)"', path.read_text())
+    ]
+    assert len(calls) > 5
+    assert [c for c in calls if c[1] not in DROPS.get(c[0], ())] == []
 
 
 def test_the_build_is_named(metrics: Metrics) -> None:

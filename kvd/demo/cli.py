@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import json
 import shlex
 import signal
 import sys
@@ -112,8 +114,9 @@ async def _with_signals(options: Options, console: Console) -> int:
             stack.children.hurry = True
             return
         asked = True
-        console.print("\nStopping everything ...")
         task.cancel()
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            console.print("\nStopping everything ...")
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -136,6 +139,8 @@ async def _demo(options: Options, console: Console, stack: Stack) -> int:
                 stack.keep_folder = True
                 console.print(f"\nThe demo cannot go on: {error}", style="red", markup=False)
                 console.print(f"Logs are kept in {stack.folder}", markup=False)
+                if options.json:
+                    print(json.dumps({"ok": False, "error": str(error)}), flush=True)
                 return EXIT_CANNOT
     except OSError as error:
         console.print(f"The demo cannot start: {error}", style="red", markup=False)
@@ -158,7 +163,9 @@ async def _inside(options: Options, console: Console, stack: Stack, start: float
     if not ok:
         console.print(f"Logs are kept in {stack.folder}", markup=False)
     if options.keep:
-        await _keep(console, stack)
+        # Ctrl-C is how this is meant to end, so it does not change what was found.
+        with contextlib.suppress(asyncio.CancelledError):
+            await _keep(console, stack)
     return 0 if ok else EXIT_FAILED
 
 

@@ -13,6 +13,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ from connector_shim.errors import ClientError
 from connector_shim.events import Down, Event, Up
 from connector_shim.memory import shared_blocks
 from kvd.protocol import local
-from kvd.protocol.types import PeerAddr
+from kvd.protocol.types import PeerAddr, Rank
 
 Words = npt.NDArray[np.uint64]
 Result = dict[str, Any]
@@ -61,6 +62,7 @@ class Engine:
         changes: Mapping[str, Any] | None = None,
         daemon_hang_s: float = 10.0,
         epoch: int | None = None,
+        rank: Rank = Rank(),  # noqa: B008 - frozen
     ) -> None:
         self.engine_id = engine_id
         self.seed = seed
@@ -69,8 +71,6 @@ class Engine:
         )
         if changes:
             geometry = msgspec.structs.replace(description.geometry, **changes)
-            from dataclasses import replace
-
             description = replace(description, geometry=geometry)
         self.words: Words = np.frombuffer(self.mapping, dtype=np.uint64).reshape(
             num_layers, num_blocks, block_bytes // 8
@@ -81,6 +81,7 @@ class Engine:
             engine_id=engine_id,
             client="test-engine",
             epoch=epoch,
+            rank=rank,
             daemon_hang_s=daemon_hang_s,
         )
         self.client.describe(description)

@@ -52,20 +52,18 @@ class Group:
         self.port = port
         self.options = options
         self._lock = threading.Lock()
-        self._connected = 0
+        self._hopeful = 0
 
     @property
     def where(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"data port {host}:{self.port}"
 
-    @property
-    def connected(self) -> int:
-        return self._connected
-
-    def count(self, change: int) -> None:
+    def count(self, change: int) -> int:
+        """Counts streams that are connected or about to be; returns how many those are now."""
         with self._lock:
-            self._connected += change
+            self._hopeful += change
+            return self._hopeful
 
 
 class Stream:
@@ -99,15 +97,14 @@ class Stream:
             while self._ask():
                 try:
                     self._connect()
-                except (Stalled, Ended, OSError, BadFrame) as exc:
+                except Exception as exc:
                     self._unreachable(exc)
                     continue
                 try:
                     self._flush()
                     self._answer(self._asked[0])
                     self._asked.popleft()
-                    self._used = True
-                except (Stalled, Ended, OSError, BadFrame) as exc:
+                except Exception as exc:
                     self._broken(exc)
         finally:
             self._disconnect()
@@ -146,6 +143,7 @@ class Stream:
         options = self._options
         deadline = time.monotonic() + options.connect_timeout_s
         group = self._group
+        group.count(1)
         sock = connect(
             group.host, group.port, options.connect_timeout_s, options.tcp_congestion, self._go_on
         )
@@ -162,7 +160,6 @@ class Stream:
         self._unsent = deque(len(frame) for frame in frames)
         self._used = False
         self.connects += 1
-        group.count(1)
 
     def _stale(self) -> bool:
         try:
@@ -288,7 +285,7 @@ class Stream:
     def _unreachable(self, exc: Exception) -> None:
         asked = self._forget()
         timeout = self._options.data_timeout_s
-        if self._group.connected and self._queue.still_for() < timeout:
+        if self._group.count(-1) and self._queue.still_for() < timeout:
             # Refused while others have theirs (a limit, most likely): leave the work to them.
             self._queue.put_back(asked)
             self._queue.wait_or_closed(RETRY_S)
@@ -299,7 +296,7 @@ class Stream:
             case Ended():
                 why = "closed at once (too many data connections, or this host is not allowed)"
             case _:
-                why = str(exc)
+                why = str(exc) or repr(exc)
         code = Code.VERSION_MISMATCH if isinstance(exc, BadFrame) else Code.PEER_UNREACHABLE
         self._queue.fail_all(TransportError(code, f"{self._group.where}: {why}"))
 
@@ -313,13 +310,16 @@ class Stream:
         elif isinstance(exc, Ended):
             why = "the connection ended"
         else:
-            why = str(exc)
-        error = TransportError(Code.TRANSPORT_ERROR, f"{self._group.where}: {why}")
+            why = str(exc) or repr(exc)
+        known = isinstance(exc, Stalled | Ended | OSError | BadFrame)
+        code = Code.TRANSPORT_ERROR if known else Code.INTERNAL
+        error = TransportError(code, f"{self._group.where}: {why}")
+        first, *others = asked
         if isinstance(exc, Stalled) and self._queue.still_for() >= timeout:
+            self._queue.end(first, error)
             self._queue.fail_all(error)
             return
-        first, *others = asked
-        silent = first.state is State.ASKED and used and not isinstance(exc, Stalled | BadFrame)
+        silent = first.state is State.ASKED and used and isinstance(exc, Ended | OSError)
         if not silent:
             # An idle connection may end just when it is used again; any other end is a failure.
             self._queue.end(first, error)

@@ -233,4 +233,3 @@ HARNESSES: dict[str, Callable[[Rig, pytest.MonkeyPatch], Harness]] = {
     "tcp6": Tcp6Harness,
     "fake": FakeHarness,
 }
-

@@ -98,6 +98,10 @@ class Side:
         ]
         self._opened: list[EngineMemory] = []
 
+    def descriptors(self) -> list[int]:
+        """Open for writing, the fence table's last; they stay the side's."""
+        return list(self._fds)
+
     def block(self, layer: int, region: int, block: int) -> Bytes:
         """The bytes of one block, as their owner sees them."""
         where = self.layers[layer].regions[region]

@@ -1,0 +1,650 @@
+"""Data connections: what a server refuses, and what a consumer survives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvd.protocol.codes import Code
+from kvd.protocol.types import NULL_BLOCK, Watermark
+from kvd.transport import tcp_jobs
+from kvd.transport.base import TransportError
+from kvd.transport.options import TransportOptions
+from kvd.transport.tcp_puller import TcpPuller
+from kvd.transport.tcp_server import TcpServer
+from kvd.transport.tcp_wire import (
+    HEAD_BYTES,
+    LENGTH_BYTES,
+    PREAMBLE_BYTES,
+    Head,
+    Kind,
+    Request,
+    pack_head,
+    pack_request,
+    preamble,
+    request_length,
+    unpack_head,
+    unpack_request,
+)
+from tests.contract.harness import TcpHarness
+from tests.contract.rig import TICKET, Rig, Shape
+from tests.plugins.waiting import wait_for
+
+SHAPE = Shape((*((0, (512,)) for _ in range(4)), (1, (64, 64))))
+BLOCK = 4 * 512
+OPTIONS = TransportOptions(
+    data_timeout_s=0.6, connect_timeout_s=0.6, first_frame_s=0.4, idle_s=60.0, tcp_streams=1
+)
+
+
+@contextlib.asynccontextmanager
+async def served(
+    monkeypatch: pytest.MonkeyPatch, options: TransportOptions = TcpHarness.options
+) -> AsyncIterator[tuple[Rig, TcpHarness]]:
+    rig = Rig.make(SHAPE, (40, 48))
+    try:
+        monkeypatch.setattr(TcpHarness, "options", options)
+        harness = TcpHarness(rig, monkeypatch)
+        try:
+            harness.admit([range(40), range(40)])
+            yield rig, harness
+        finally:
+            await harness.aclose()
+    finally:
+        rig.close()
+
+
+class RawClient:
+    """Speaks the wire by hand, with deadlines."""
+
+    def __init__(self, port: int, *, hello: bool = True) -> None:
+        self.sock = socket.create_connection(("127.0.0.1", port), timeout=10)
+        if hello:
+            self.sock.sendall(preamble())
+            assert self.read(PREAMBLE_BYTES) == preamble()
+
+    def read(self, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            got = self.sock.recv(nbytes - len(data))
+            if not got:
+                raise EOFError(f"{len(data)} of {nbytes} bytes came")
+            data += got
+        return data
+
+    def head(self) -> Head:
+        head, code, detail = unpack_head(self.read(HEAD_BYTES))
+        return replace(head, code=self.read(code).decode(), detail=self.read(detail).decode())
+
+    def ask(self, request: Request) -> Head:
+        self.sock.sendall(pack_request(request))
+        head = self.head()
+        if head.kind is Kind.DATA:
+            self.read(head.nbytes)
+            head = self.head()
+        assert head.request == request.request
+        return head
+
+    def ended(self) -> bool:
+        """Waits for the server to close; False if anything but its preamble comes instead."""
+        try:
+            left = self.sock.recv(64)
+            return left in (b"", preamble()) and self.sock.recv(64) == b""
+        except ConnectionResetError:
+            return True
+
+
+@pytest.fixture
+def clients() -> Iterator[Callable[..., RawClient]]:
+    opened: list[RawClient] = []
+
+    def connect(port: int, *, hello: bool = True) -> RawClient:
+        opened.append(RawClient(port, hello=hello))
+        return opened[-1]
+
+    yield connect
+    for client in opened:
+        client.sock.close()
+
+
+def request(indices: list[int], **changes: object) -> Request:
+    base = Request(7, TICKET, 0, 0, 5, BLOCK * len(indices), np.array(indices, np.uint32))
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+REFUSED: dict[str, tuple[Request, Code]] = {
+    "unknown ticket": (request([1], ticket=b"0" * 16), Code.UNKNOWN_TRANSFER),
+    "index outside": (request([1, 40]), Code.RANGE_NOT_HELD),
+    "highest index": (request([2**32 - 2]), Code.RANGE_NOT_HELD),
+    "unknown group": (request([1], group=9), Code.BAD_MESSAGE),
+    "layers outside": (request([1], first_layer=3, num_layers=3), Code.BAD_MESSAGE),
+    "layers beyond all numbers": (
+        request([1], first_layer=2**32 - 1, num_layers=2**32 - 1),
+        Code.BAD_MESSAGE,
+    ),
+    "no layers": (request([1], num_layers=0, nbytes=0), Code.BAD_MESSAGE),
+    "too few bytes": (request([1], nbytes=BLOCK - 1), Code.BAD_MESSAGE),
+    "too many bytes": (request([1], nbytes=2**63), Code.BAD_MESSAGE),
+}
+
+
+@pytest.mark.parametrize("what", list(REFUSED))
+async def test_requests_outside_the_ticket_are_refused(
+    what: str, monkeypatch: pytest.MonkeyPatch, clients: Callable[..., RawClient]
+) -> None:
+    asked, code = REFUSED[what]
+    async with served(monkeypatch) as (_, harness):
+        client = clients(harness.server.port)
+        head = await asyncio.to_thread(client.ask, asked)
+        assert (head.kind, head.code) == (Kind.REFUSED, code), head
+        # The connection is still good for what the ticket does admit to.
+        head = await asyncio.to_thread(client.ask, request([3, 1, 39]))
+        assert head.kind is Kind.COMMIT
+
+
+async def test_what_is_not_valid_yet_is_refused(
+    monkeypatch: pytest.MonkeyPatch, clients: Callable[..., RawClient]
+) -> None:
+    async with served(monkeypatch) as (_, harness):
+        view = harness.view([[5, NULL_BLOCK, 6, 7], range(4)])
+        view.first_index = 2
+        view.valid = (Watermark(0, 2, 64), Watermark(2, 2, 50))
+        harness.server.open_ticket(TICKET, view)
+        client = clients(harness.server.port)
+
+        def ask(indices: list[int], first: int = 0, num: int = 4) -> str:
+            nbytes = 512 * num * len(indices)
+            asked = request(indices, first_layer=first, num_layers=num, nbytes=nbytes)
+            head = client.ask(asked)
+            return head.code or head.kind.name
+
+        # Block index i is the table's block 2 + i, which begins at token 16 * (2 + i).
+        assert await asyncio.to_thread(ask, [0]) == "COMMIT"
+        assert await asyncio.to_thread(ask, [0, 1]) == Code.RANGE_NOT_HELD  # a null block
+        assert await asyncio.to_thread(ask, [2]) == Code.RANGE_NOT_HELD
+        assert await asyncio.to_thread(ask, [2], 0, 2) == Code.RANGE_NOT_HELD
+        view.valid = (Watermark(0, 2, 65), Watermark(2, 2, 50))
+        assert await asyncio.to_thread(ask, [2], 0, 2) == "COMMIT"
+        assert await asyncio.to_thread(ask, [2], 0, 4) == Code.RANGE_NOT_HELD
+        head = await asyncio.to_thread(
+            client.ask, request([0], group=1, first_layer=4, num_layers=1, nbytes=128)
+        )
+        assert head.code == Code.RANGE_NOT_HELD  # no watermark for that layer at all
+
+
+async def test_a_closed_ticket_is_refused_and_a_replaced_one_admits_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with served(monkeypatch) as (rig, harness):
+        puller = harness.puller()
+        piece = rig.piece(0, [20], [20], indices=[20])
+        harness.admit([range(20), []])
+        with pytest.raises(TransportError) as caught:
+            await puller.pull(rig.job(piece))
+        assert caught.value.code == Code.RANGE_NOT_HELD
+        harness.admit([range(21), []])
+        assert await puller.pull(rig.job(piece)) == BLOCK
+        harness.server.close_ticket(TICKET)
+        harness.server.close_ticket(TICKET)
+        with pytest.raises(TransportError) as caught:
+            await puller.pull(rig.job(piece))
+        assert caught.value.code == Code.UNKNOWN_TRANSFER
+        assert rig.wrong_blocks(piece) == []
+
+
+async def test_a_ticket_closed_in_mid_copy_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(monkeypatch) as (rig, harness):
+        harness.small_calls(BLOCK)
+        puller = harness.puller()
+        gate = harness.gate(4)
+        piece = rig.piece(0, range(30), range(30))
+        pull = asyncio.ensure_future(puller.pull(rig.job(piece)))
+        await gate.reached()
+        harness.server.close_ticket(TICKET)
+        gate.release()
+        with pytest.raises(TransportError) as caught:
+            await pull
+        assert caught.value.code == Code.RELEASED
+        harness.admit([range(40), []])
+        assert await puller.pull(rig.job(piece)) == 30 * BLOCK
+        assert rig.wrong_blocks(piece) == []
+        assert puller.statistics()["connects"] <= 2  # the connections were not lost over it
+
+
+async def test_late_bytes_are_drained_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(monkeypatch, replace(OPTIONS, data_timeout_s=20.0)) as (rig, harness):
+        harness.small_calls(BLOCK)
+        puller = harness.puller()
+        gate = harness.gate(3)
+        pull = asyncio.ensure_future(puller.pull(rig.job(rig.piece(0, range(30), range(30)))))
+        await gate.reached()
+        puller.stop("fetch")
+        with pytest.raises(TransportError) as caught:
+            await pull
+        assert caught.value.code == Code.CANCELLED
+        landed = rig.dst.snapshot()
+        gate.release()
+        await asyncio.to_thread(
+            wait_for, lambda: puller.statistics()["late_bytes"] >= 26 * BLOCK, what="late bytes"
+        )
+        assert rig.dst.same_as(landed)
+        piece = rig.piece(1, [3], [3])
+        harness.admit([[], [3]])
+        assert await puller.pull(rig.job(piece, fetch_id="next")) == 128
+        assert puller.statistics()["connects"] == 1
+
+
+HOSTILE = {
+    "another protocol": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "another version": b"KVDD" + struct.pack("<HH", 2, 0),
+    "pickle": b"\x80\x04\x95\x0f\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix.",
+}
+HOSTILE_FRAMES = {
+    "two GiB": struct.pack("<I", 2**31) + b"x" * 64,
+    "empty": struct.pack("<I", 0),
+    "another kind": struct.pack("<I", 48) + b"\x09" * 48,
+    "count beyond its bytes": struct.pack("<I", 48)
+    + struct.pack("<BBHI16sIIQII", 1, 1, 0, 1, TICKET, 0, 5, 2048, 0, 9),
+    "no blocks": struct.pack("<I", 48)
+    + struct.pack("<BBHI16sIIQII", 1, 0, 0, 1, TICKET, 0, 5, 0, 0, 0),
+    "range beyond all ids": struct.pack("<I", 48)
+    + struct.pack("<BBHI16sIIQII", 1, 0, 0, 1, TICKET, 0, 5, 2048, 2**32 - 1, 9),
+}
+
+
+@pytest.mark.parametrize("what", [*HOSTILE, *HOSTILE_FRAMES])
+async def test_foreign_bytes_are_dropped_and_counted(
+    what: str, monkeypatch: pytest.MonkeyPatch, clients: Callable[..., RawClient]
+) -> None:
+    async with served(monkeypatch) as (rig, harness):
+        client = clients(harness.server.port, hello=what in HOSTILE_FRAMES)
+        client.sock.sendall(HOSTILE.get(what) or HOSTILE_FRAMES[what])
+        assert await asyncio.to_thread(client.ended)
+        assert dropped(harness.server) == {"bad_frame": 1}
+        piece = rig.piece(0, [1], [1])
+        assert await harness.puller().pull(rig.job(piece)) == BLOCK
+
+
+def dropped(server: TcpServer) -> dict[str, int]:
+    counts = wait_for(lambda: any_dropped(server), what="a drop")
+    return {reason: n for reason, n in counts.items() if n}
+
+
+def any_dropped(server: TcpServer) -> dict[str, int] | None:
+    counts = server.statistics()["dropped"]
+    assert isinstance(counts, dict)
+    return counts if any(counts.values()) else None
+
+
+@pytest.mark.parametrize("sent", ["nothing", "half a preamble", "a preamble", "half a request"])
+async def test_connections_that_show_no_ticket_in_time_are_dropped(
+    sent: str, monkeypatch: pytest.MonkeyPatch, clients: Callable[..., RawClient]
+) -> None:
+    async with served(monkeypatch, OPTIONS) as (_, harness):
+        client = clients(harness.server.port, hello=False)
+        client.sock.sendall(
+            {
+                "nothing": b"",
+                "half a preamble": preamble()[:4],
+                "a preamble": preamble(),
+                "half a request": preamble() + pack_request(request([1]))[:20],
+            }[sent]
+        )
+        assert await asyncio.to_thread(client.ended)
+        reason = "bad_frame" if sent == "half a request" else "first_frame"
+        assert dropped(harness.server) == {reason: 1}
+
+
+async def test_an_idle_connection_is_dropped_and_the_puller_connects_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with served(monkeypatch, replace(OPTIONS, idle_s=0.1)) as (rig, harness):
+        puller = harness.puller()
+        for i in range(3):
+            piece = rig.piece(0, [i], [i], indices=[i])
+            assert await puller.pull(rig.job(piece)) == BLOCK
+            await asyncio.to_thread(
+                wait_for, lambda: harness.server.statistics()["connections"] == 0, what="idleness"
+            )
+        assert puller.statistics()["connects"] == 3
+
+
+async def test_connections_above_the_limit_are_refused(
+    monkeypatch: pytest.MonkeyPatch, clients: Callable[..., RawClient]
+) -> None:
+    options = replace(OPTIONS, max_data_connections=1, tcp_streams=3, data_timeout_s=20.0)
+    monkeypatch.setattr(tcp_jobs, "CHUNK_BYTES", BLOCK)
+    async with served(monkeypatch, options) as (rig, harness):
+        # One connection is enough for the job, and the others' refusal does not fail it.
+        piece = rig.piece(0, range(40), range(40))
+        assert await harness.puller().pull(rig.job(piece)) == 40 * BLOCK
+        assert rig.wrong_blocks(piece) == []
+        client = clients(harness.server.port, hello=False)
+        assert await asyncio.to_thread(client.ended)
+        assert set(dropped(harness.server)) == {"too_many"}
+
+
+async def test_hosts_that_are_not_admitted_are_dropped(clients: Callable[..., RawClient]) -> None:
+    asked: list[str] = []
+
+    def nobody(host: str) -> bool:
+        asked.append(host)
+        return False
+
+    server = TcpServer("127.0.0.1", 0, OPTIONS, nobody)
+    try:
+        client = clients(server.port, hello=False)
+        assert await asyncio.to_thread(client.ended)
+        assert asked == ["127.0.0.1"]
+        assert dropped(server) == {"not_allowed": 1}
+    finally:
+        await server.aclose()
+
+
+async def test_a_port_that_is_taken_is_named() -> None:
+    server = TcpServer("127.0.0.1", 0, OPTIONS)
+    try:
+        with pytest.raises(TransportError, match=f"127.0.0.1 port {server.port}"):
+            TcpServer("127.0.0.1", server.port, OPTIONS)
+    finally:
+        await server.aclose()
+
+
+# --- producers that misbehave ---------------------------------------------------------------
+
+
+class BadProducer:
+    """Accepts, and answers each request as a test says; one thread, ended by `close`."""
+
+    def __init__(self, answer: Callable[[socket.socket, Request], bool]) -> None:
+        self._answer = answer
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.accepted = 0
+        self._done = threading.Event()
+        self._open: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            self.accepted += 1
+            self._open.append(sock)
+            with contextlib.suppress(OSError, EOFError):
+                if self._serve(sock):
+                    continue  # keep it open, and silent
+            sock.close()
+
+    def _serve(self, sock: socket.socket) -> bool:
+        client = RawClient.__new__(RawClient)
+        client.sock = sock
+        sock.settimeout(10)
+        client.read(PREAMBLE_BYTES)
+        sock.sendall(preamble())
+        while True:
+            asked = unpack_request(client.read(request_length(client.read(LENGTH_BYTES))))
+            if not self._answer(sock, asked):
+                return True
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for sock in self._open:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join(10)
+        for sock in self._open:
+            sock.close()
+        assert not self._thread.is_alive()
+
+
+@contextlib.asynccontextmanager
+async def against(
+    answer: Callable[[socket.socket, Request], bool], options: TransportOptions = OPTIONS
+) -> AsyncIterator[tuple[Rig, TcpPuller, BadProducer]]:
+    rig = Rig.make(SHAPE, (40, 48))
+    producer = BadProducer(answer)
+    try:
+        puller = TcpPuller(rig.dst.open(writable=True), "127.0.0.1", producer.port, 40, options)
+        try:
+            yield rig, puller, producer
+        finally:
+            await puller.aclose()
+    finally:
+        producer.close()
+        rig.close()
+
+
+def half(sock: socket.socket, asked: Request) -> None:
+    sock.sendall(pack_head(Head(Kind.DATA, asked.request, asked.nbytes)))
+    sock.sendall(b"\x11" * (asked.nbytes // 2))
+
+
+def stall(sock: socket.socket, asked: Request) -> bool:
+    half(sock, asked)
+    return False
+
+
+def say_nothing(sock: socket.socket, asked: Request) -> bool:
+    return False
+
+
+def no_commit(sock: socket.socket, asked: Request) -> bool:
+    half(sock, asked)
+    sock.sendall(b"\x11" * (asked.nbytes - asked.nbytes // 2))
+    return False
+
+
+def die(sock: socket.socket, asked: Request) -> bool:
+    half(sock, asked)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+    raise EOFError
+
+
+def end(sock: socket.socket, asked: Request) -> bool:
+    half(sock, asked)
+    raise EOFError
+
+
+def too_much(sock: socket.socket, asked: Request) -> bool:
+    sock.sendall(pack_head(Head(Kind.DATA, asked.request, asked.nbytes + 8)))
+    sock.sendall(b"\x11" * (asked.nbytes + 8))
+    return True
+
+
+def another_answer(sock: socket.socket, asked: Request) -> bool:
+    sock.sendall(pack_head(Head(Kind.DATA, asked.request + 1, asked.nbytes)))
+    return True
+
+
+def garbage(sock: socket.socket, asked: Request) -> bool:
+    sock.sendall(os.urandom(4096))
+    return True
+
+
+def data_instead_of_commit(sock: socket.socket, asked: Request) -> bool:
+    sock.sendall(pack_head(Head(Kind.DATA, asked.request, asked.nbytes)))
+    sock.sendall(b"\x11" * asked.nbytes)
+    sock.sendall(pack_head(Head(Kind.DATA, asked.request, asked.nbytes)))
+    return True
+
+
+def unknown_code(sock: socket.socket, asked: Request) -> bool:
+    sock.sendall(pack_head(Head(Kind.REFUSED, asked.request, 0, "of_tomorrow", "so it goes")))
+    return True
+
+
+BAD = (
+    stall,
+    say_nothing,
+    no_commit,
+    die,
+    end,
+    too_much,
+    another_answer,
+    garbage,
+    data_instead_of_commit,
+    unknown_code,
+)
+
+
+@pytest.mark.parametrize("answer", BAD, ids=lambda f: f.__name__)
+async def test_a_producer_that_misbehaves_fails_the_job_in_bounded_time(
+    answer: Callable[[socket.socket, Request], bool],
+) -> None:
+    async with against(answer) as (rig, puller, _), asyncio.timeout(60):
+        jobs = [rig.job(rig.piece(0, [i], [i], indices=[i])) for i in range(4)]
+        results = await asyncio.gather(*map(puller.pull, jobs), return_exceptions=True)
+        landed = rig.dst.snapshot()
+        for result in results:
+            assert isinstance(result, TransportError)
+            assert result.code in (Code.TRANSPORT_ERROR, Code.PEER_UNREACHABLE), result
+        await puller.aclose()
+        assert rig.dst.same_as(landed)
+
+
+async def test_a_listener_that_never_accepts_fails_the_job_in_bounded_time() -> None:
+    rig = Rig.make(SHAPE, (4, 4))
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            port = silent.getsockname()[1]
+            puller = TcpPuller(rig.dst.open(writable=True), "127.0.0.1", port, 4, OPTIONS)
+            async with asyncio.timeout(60):
+                with pytest.raises(TransportError) as caught:
+                    await puller.pull(rig.job(rig.piece(0, [1], [1])))
+            await puller.aclose()
+        assert caught.value.code == Code.PEER_UNREACHABLE
+        assert str(port) in caught.value.detail
+    finally:
+        rig.close()
+
+
+async def test_a_closed_port_fails_the_job_and_names_it() -> None:
+    rig = Rig.make(SHAPE, (4, 4))
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as gone:
+            port = gone.getsockname()[1]
+        puller = TcpPuller(rig.dst.open(writable=True), "127.0.0.1", port, 4, OPTIONS)
+        with pytest.raises(TransportError) as caught:
+            await puller.pull(rig.job(rig.piece(0, [1], [1])))
+        await puller.aclose()
+        assert caught.value.code == Code.PEER_UNREACHABLE
+        assert str(port) in caught.value.detail
+    finally:
+        rig.close()
+
+
+async def test_a_connection_that_dies_does_not_end_the_attachment() -> None:
+    calls = 0
+
+    def answer(sock: socket.socket, asked: Request) -> bool:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            return die(sock, asked)
+        sock.sendall(pack_head(Head(Kind.DATA, asked.request, asked.nbytes)))
+        sock.sendall(b"\x22" * asked.nbytes)
+        sock.sendall(pack_head(Head(Kind.COMMIT, asked.request, asked.nbytes)))
+        return True
+
+    async with against(answer) as (rig, puller, producer):
+        piece = rig.piece(0, [1], [1])
+        with pytest.raises(TransportError):
+            await puller.pull(rig.job(piece))
+        assert await puller.pull(rig.job(piece)) == BLOCK
+        assert (rig.dst.block(0, 0, 1) == 0x22).all()
+        assert producer.accepted == 2
+
+
+async def test_a_consumer_that_does_not_read_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, clients: Callable[..., RawClient]
+) -> None:
+    async with served(monkeypatch, OPTIONS) as (rig, harness):
+        client = clients(harness.server.port)
+        client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        many = request(list(range(40)) * 400, nbytes=16_000 * BLOCK)
+        client.sock.sendall(pack_request(many))
+        counts = await asyncio.to_thread(dropped, harness.server)
+        assert counts == {"stalled": 1}
+        piece = rig.piece(0, [1], [1])
+        assert await harness.puller().pull(rig.job(piece)) == BLOCK
+
+
+PRODUCER = """
+import sys
+from kvd.transport import tcp_serving
+from tests.contract.harness import TcpHarness
+from tests.contract.rig import Rig, Shape
+from tests.contract.test_tcp import SHAPE
+import pytest
+with pytest.MonkeyPatch.context() as patch:
+    rig = Rig.make(SHAPE, (40, 48))
+    harness = TcpHarness(rig, patch)
+    harness.admit([range(40), []])
+    harness.small_calls(2048)
+    gate = harness.gate(4)
+    print(harness.server.port, flush=True)
+    gate._reached.wait()
+    print("reached", flush=True)
+    sys.stdin.read()
+"""
+
+
+async def test_a_producer_that_is_stopped_does_not_hang_its_consumer() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", PRODUCER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    rig = Rig.make(SHAPE, (40, 48))
+    try:
+        assert child.stdout is not None
+        port = int(await asyncio.to_thread(child.stdout.readline))
+        puller = TcpPuller(rig.dst.open(writable=True), "127.0.0.1", port, 40, OPTIONS)
+        pull = asyncio.ensure_future(puller.pull(rig.job(rig.piece(0, range(30), range(30)))))
+        assert (await asyncio.to_thread(child.stdout.readline)).strip() == "reached"
+        child.send_signal(signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            with pytest.raises(TransportError) as caught:
+                await pull
+        assert caught.value.code == Code.TRANSPORT_ERROR
+        async with asyncio.timeout(60):
+            await puller.aclose()
+    finally:
+        child.kill()
+        child.wait(10)
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                pipe.close()
+        rig.close()
+
+
+async def test_a_congestion_control_that_is_not_allowed_is_refused_by_name() -> None:
+    rig = Rig.make(SHAPE, (4, 4))
+    try:
+        options = replace(OPTIONS, tcp_congestion="no_such_control")
+        with pytest.raises(TransportError, match="no_such_control"):
+            TcpServer("127.0.0.1", 0, options)
+        with pytest.raises(TransportError, match="no_such_control"):
+            TcpPuller(rig.dst.open(writable=True), "127.0.0.1", 1, 4, options)
+    finally:
+        rig.close()

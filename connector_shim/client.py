@@ -107,10 +107,14 @@ class Client(ProducerCalls, ConsumerCalls):
 
     @property
     def state(self) -> ClientState:
-        """`up` takes offers and fetches; `draining` finishes those that it has."""
+        """`up` takes offers and fetches; `draining` finishes those that it has.
+
+        `connecting` is told of a first attempt only: a daemon that has failed before is `down`
+        until it answers.
+        """
         match self._session.phase:
             case Phase.GREETING:
-                return "connecting"
+                return "connecting" if self._session.last_error is None else "down"
             case Phase.REGISTERING:
                 return "registering"
             case Phase.UP:

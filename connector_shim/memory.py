@@ -49,7 +49,7 @@ class MemoryDescription:
 
     @property
     def num_groups(self) -> int:
-        return 1 + max(layer.group for layer in self.layers)
+        return 1 + max((layer.group for layer in self.layers), default=-1)
 
     def close(self) -> None:
         """Closes the descriptors; for whoever made the description, once it is not needed."""

@@ -135,6 +135,7 @@ class Session:
         self._last = now
         if self.phase is Phase.DOWN and now >= self._retry_at:
             self._connect(now)
+            gap = 0.0  # what passed before is no time that this connection was waited for
         if self._wire is not None:
             try:
                 self._wire.flush()
@@ -147,7 +148,9 @@ class Session:
                     now, Code.BAD_MESSAGE, f"the daemon at {self._path}: {exc}", trust=False
                 )
             else:
-                if drained:
+                # While something is left to be read, nothing is known to be missing. But one that
+                # talks without end must not put off its own end.
+                if drained or self.phase is Phase.LEAVING:
                     self._watch(now, gap)
         if self._wire is not None:
             self._wire.flush()
@@ -336,7 +339,7 @@ class Session:
         elif self._wire.process.exited():
             self._closed(now, Code.DAEMON_GONE, f"the daemon at {self._path} died")
         elif self._waited_s >= self._leave_limit_s and self._wire.process.end(
-            f"the daemon at {self._path} is silent", self._tracker.num_fetches
+            f"the daemon at {self._path} does not end its copies", self._tracker.num_fetches
         ):
             self._count("kills")
 

@@ -132,7 +132,7 @@ class Wire:
         return self._sock.fileno()
 
     def flush(self) -> None:
-        """Sends what the socket takes. Never raises: what is wrong is told by `receive`."""
+        """Sends what the socket takes. Never raises: what is wrong is told by `receive`, once."""
         if self._hung_up:
             self.outbox.clear()
             return
@@ -156,7 +156,8 @@ class Wire:
     def receive(self) -> bytes | None:
         """The next frame, or None if there is none now. Raises PeerClosed, Garbled."""
         if self._broken:
-            raise Garbled(self._broken)
+            broken, self._broken = self._broken, ""
+            raise Garbled(broken)
         while True:
             try:
                 data, ancillary, flags, _ = self._sock.recvmsg(local.MAX_FRAME, _ANCILLARY)

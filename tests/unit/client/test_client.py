@@ -17,6 +17,7 @@ from connector_shim.memory import shared_blocks
 from kvd.protocol import local
 from kvd.protocol.codes import Code
 from kvd.protocol.types import NULL_BLOCK
+from tests.conftest import wait_for
 from tests.unit.client.fake import (
     DIGEST,
     NUM_BLOCKS,
@@ -453,8 +454,7 @@ def test_no_descriptor_is_left(path: os.PathLike[str], daemon: FakeDaemon) -> No
     describe(client)
     for boot_id in range(3):
         daemon.boot_id = boot_id
-        while client.state == "down":
-            client.poll(0.01)
+        wait_for(lambda: (client.poll(), client.fileno())[1], what="a connection")
         daemon.take_in(client)
         daemon.hang_up()
         client.poll()

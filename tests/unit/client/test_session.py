@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import mmap
 import os
 import socket
@@ -17,16 +18,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from connector_shim import session
 from connector_shim.client import Client
 from connector_shim.errors import ClientError
 from connector_shim.events import Down, Up
 from connector_shim.peerproc import PeerProcess
 from connector_shim.session import BACKOFF_MAX_S
+from connector_shim.wire import Outbox
 from kvd.protocol import local
 from kvd.protocol.codes import Code
 from kvd.protocol.local import FetchDone, OfferEnded
 from kvd.protocol.types import NULL_BLOCK
-from tests.conftest import wait_for
 from tests.unit.client.fake import (
     FakeClock,
     FakeDaemon,
@@ -406,7 +408,7 @@ def test_a_silent_daemon_without_fetches_is_left_alone_and_given_up(
     watched: Client, daemon: FakeDaemon, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[PeerProcess] = []
-    monkeypatch.setattr(PeerProcess, "_kill", killed.append)
+    monkeypatch.setattr(PeerProcess, "_kill", lambda self: killed.append(self))
     offer(watched, lease_s=60.0)
     events = tick(watched, clock, 3 * HANG_S)
     down, ended = events[:2]
@@ -476,16 +478,73 @@ def test_a_daemon_that_never_answers_hello_is_tried_again(
     daemon.accept()
     (down,) = of_type(tick(client, clock, 10.0), Down)
     assert (down.code, "does not answer" in down.detail) == (Code.DAEMON_GONE, True)
-    wait_for(lambda: daemon.saw_eof(), what="the client closed")
-    while state(client) != "connecting":
+    assert daemon.saw_eof()
+    # It went on trying meanwhile, and is not taken for about to come up any more.
+    assert state(client) == "down"
+    while client.fileno() is None:
         tick(client, clock, 0.1, 0.1)
-    while True:  # the attempt before may still wait to be accepted
+    daemon.accept()
+    while daemon.saw_eof():
         daemon.accept()
-        if not daemon.saw_eof():
-            break
     daemon.say_raw(welcome())
     client.poll()
     assert state(client) == "registering"
+
+
+def test_an_engine_that_polls_rarely_connects_all_the_same(
+    make_client: Callable[..., Client], daemon: FakeDaemon, clock: FakeClock
+) -> None:
+    client = make_client(connect_timeout_s=0.5)
+    client.poll()
+    daemon.accept()
+    daemon.hang_up()
+    clock.now += 30.0
+    client.poll()
+    clock.now += 30.0
+    client.poll()
+    daemon.accept()
+    daemon.say_raw(welcome())
+    clock.now += 30.0
+    client.poll()
+    assert state(client) == "registering"
+
+
+def test_a_socket_that_refuses_a_frame_ends_the_session_but_not_the_fetches(
+    up: Client, daemon: FakeDaemon, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch_id = fetch(up)
+
+    def refuse(self: Outbox, sock: socket.socket) -> None:
+        raise OSError(errno.ETOOMANYREFS, "Too many references")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Outbox, "flush", refuse)
+        offer(up)
+        down, ended = up.poll()
+    assert isinstance(down, Down)
+    assert "Too many references" in down.detail
+    assert ended == OfferEnded("t", 1, "daemon_gone")
+    assert up.poll() == []
+    daemon.hang_up()
+    (done,) = up.poll()
+    assert isinstance(done, FetchDone)
+    assert (done.fetch_id, done.code) == (fetch_id, "daemon_gone")
+
+
+def test_a_daemon_that_talks_on_after_nonsense_is_ended_too(
+    watched: Client, daemon: FakeDaemon, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[PeerProcess] = []
+    monkeypatch.setattr(PeerProcess, "_kill", lambda self: killed.append(self))
+    monkeypatch.setattr(session, "MAX_READS", 1)
+    fetch(watched)
+    daemon.say_raw(b"garbage")
+    for _ in range(100):
+        daemon.say(local.Pong(1))
+    assert tick(watched, clock, 3 * HANG_S - 2)[1:] == []
+    assert killed == []
+    tick(watched, clock, 4.0)
+    assert len(killed) == 1
 
 
 def test_mapping_may_take_long_but_not_for_ever(

@@ -29,8 +29,10 @@ ENV_PREFIX = "KVD_"
 CONFIG_ENV = "KVD_CONFIG"
 """Names the configuration file where `--config` is not given."""
 
-NOT_SETTINGS = frozenset({CONFIG_ENV, "KVD_DIE_WITH_PARENT", "KVD_REEXEC", "KVD_TEST_CACHE"})
+NOT_SETTINGS = frozenset({CONFIG_ENV, "KVD_DIE_WITH_PARENT", "KVD_REEXEC"})
 """Variables that other parts of kvd read; they are no settings, and no mistakes."""
+TEST_PREFIX = "KVD_TEST_"
+"""Variables of the test suite; an engine under test hands them on to a daemon that it starts."""
 
 # Kubernetes tells each pod about a Service that is named "kvd" in variables like these.
 _SERVICE_LINK = re.compile(
@@ -143,6 +145,7 @@ def _unknown_env(env: Mapping[str, str]) -> list[str]:
         if name.startswith(ENV_PREFIX)
         and name not in known
         and name not in NOT_SETTINGS
+        and not name.startswith(TEST_PREFIX)
         and not _SERVICE_LINK.fullmatch(f"{name}={env[name]}")
     ]
 

@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[RUN_ROOT] = root
     leaks.start(config, root)
     # A user's own settings must not reach the daemons under test.
-    for name in [n for n in os.environ if n.startswith("KVD_") and n != "KVD_TEST_CACHE"]:
+    for name in [n for n in os.environ if n.startswith("KVD_") and n[4:8] != "TEST"]:
         del os.environ[name]
 
 

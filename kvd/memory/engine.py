@@ -90,6 +90,8 @@ class EngineMemory:
         engine's segments; a fence table is always read-only. Raises MemoryRefused.
         """
         fds = [fd for _, fd in segments] + ([] if fence is None else [fence[0]])
+        memory: EngineMemory | None = None
+        why = MemoryRefused("not opened")
         try:
             memory = cls(
                 segments=segments,
@@ -98,9 +100,15 @@ class EngineMemory:
                 fence=fence,
                 writable=writable,
             )
-        except BaseException:
-            _close_fds(fds)
-            raise
+        except MemoryRefused as exc:
+            # A new exception, raised outside of this block: the old one keeps frames alive, and
+            # with them what was mapped before it.
+            why = MemoryRefused(exc.detail, exc.code)
+        finally:
+            if memory is None:
+                _close_fds(fds)
+        if memory is None:
+            raise why
         if writable:
             memory._fds = fds
         else:
@@ -216,6 +224,8 @@ class EngineMemory:
 
     async def wait_closed(self, timeout_s: float) -> bool:
         """Waits on the loop until everything is unmapped; False when that took too long."""
+        if self.closed:
+            return True
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import structlog
+import zmq
 import zmq.asyncio
 
 from kvd import __version__
@@ -46,6 +47,8 @@ WATCH_S = 0.5
 STOP_TIMEOUT_S = 5.0
 """How long a stopping daemon waits for the last copies and sessions to end."""
 LINKS_PER_CLIENT = 2
+SOCKETS_PER_PEER = 4
+"""A DEALER, both ends of its monitor, and one that is still closing."""
 
 
 class Daemon:
@@ -71,6 +74,7 @@ class Daemon:
         self._tasks = TaskSet()
         self._executor = ThreadPoolExecutor(MEMORY_THREADS, thread_name_prefix="kvd-memory")
         self._context = zmq.asyncio.Context()
+        self._context.set(zmq.MAX_SOCKETS, SOCKETS_PER_PEER * settings.max_peers + 64)
         self._http = HttpServer(metrics, ready=self._not_ready)
         self._data = DataPlane(settings, metrics)
         self._server = PeerServer(

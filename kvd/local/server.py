@@ -30,6 +30,8 @@ log = structlog.get_logger("kvd.local")
 
 MAX_FDS_PER_FRAME = 16
 ACCEPT_BUDGET = 16
+MAP_TIMEOUT_S = 120.0
+"""For mapping and populating all of an engine's memory."""
 UNMAP_NOTICE_S = 2.0
 """How often a session whose memory is still in use is spoken of."""
 
@@ -197,8 +199,14 @@ class LocalServer:
                 writable=True,
             )
 
+        opening = self._loop.run_in_executor(self._executor, open_memory)
         try:
-            memory = await self._loop.run_in_executor(self._executor, open_memory)
+            done, _ = await asyncio.wait({opening}, timeout=MAP_TIMEOUT_S)
+            if not done:
+                # Nothing was told of this memory, so nobody uses it if it still comes.
+                opening.add_done_callback(_close_late)
+                raise KvdError(f"mapping took more than {MAP_TIMEOUT_S:g} s", Code.DEADLINE)
+            memory = opening.result()
         except KvdError as e:
             log.warning("memory_refused", session=session.number, detail=e.detail)
             session.refuse(e.code, e.detail)
@@ -298,3 +306,8 @@ class LocalServer:
             session.refuse(
                 Code.OVERLOADED, f"{self._max_sessions} sessions are open (max_sessions)"
             )
+
+
+def _close_late(opening: asyncio.Future[EngineMemory]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close_when_unpinned()

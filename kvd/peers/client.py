@@ -90,6 +90,7 @@ class PeerClient:
         self._dealer: zmq.asyncio.Socket | None = None
         self._boot_id = -1
         self._problem: asyncio.Future[None] | None = None
+        self._monitor: zmq.asyncio.Socket | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._poke = asyncio.Event()
         self._was_down = False
@@ -184,7 +185,8 @@ class PeerClient:
         self._dealer = dealer
         dealer.set(zmq.RECONNECT_IVL, -1)
         dealer.set(zmq.CONNECT_TIMEOUT, max(1, int(options.connect_timeout_s * 1000)))
-        self._watcher = asyncio.ensure_future(self._watch(dealer.get_monitor_socket(ENDINGS)))
+        self._monitor = dealer.get_monitor_socket(ENDINGS)
+        self._watcher = asyncio.ensure_future(self._guard(self._watch(self._monitor)))
         try:
             dealer.connect(tcp_url(ip, self.address.port))
         except zmq.ZMQError as e:
@@ -209,6 +211,14 @@ class PeerClient:
         elif what is not zmq.Event.MONITOR_STOPPED:
             code = Code.PEER_LOST if self.up else Code.PEER_UNREACHABLE
             self._break(PeerProblem(f"{self.address} closed the connection ({what.name})", code))
+
+    async def _guard(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """What runs beside the connection ends it when it fails."""
+        try:
+            await coroutine
+        except Exception as e:
+            log.error("peer_failed", peer=str(self.address), exc_info=e)
+            self._break(PeerProblem(f"{self.address}: {e!r}", Code.INTERNAL))
 
     async def _unless_broken(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Its result; raises the connection's problem as soon as there is one."""
@@ -273,7 +283,7 @@ class PeerClient:
 
     async def _stay(self) -> None:
         """Receives, and sends heartbeats, until cancelled."""
-        beats = asyncio.ensure_future(self._heartbeats())
+        beats = asyncio.ensure_future(self._guard(self._heartbeats()))
         try:
             while self._dealer is not None:
                 for _ in range(RECV_BUDGET):
@@ -364,6 +374,9 @@ class PeerClient:
             self.link = None
         if self._dealer is not None:
             self._dealer.disable_monitor()
+            if self._monitor is not None:
+                self._monitor.close(0)
+                self._monitor = None
             self._dealer.close(linger_ms)
             self._dealer = None
 

@@ -96,13 +96,11 @@ class PeerServer:
         return PeerAddr(ip, int(bound.rstrip("\0").rpartition(":")[2]))
 
     async def serve(self, identity: Identity, link: str) -> None:
-        """Receives until cancelled."""
+        """Receives, and lets silent clients go, until cancelled."""
         self._identity, self._link = identity, link
-        sweeper = asyncio.ensure_future(self._sweep())
-        try:
-            await self._receive()
-        finally:
-            sweeper.cancel()
+        async with asyncio.TaskGroup() as both:
+            both.create_task(self._receive())
+            both.create_task(self._sweep())
 
     def close(self) -> None:
         """Closes the socket. No ClientLeft is fed: the daemon is going."""

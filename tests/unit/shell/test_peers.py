@@ -718,3 +718,21 @@ def test_networks(host: str, inside: bool) -> None:
 async def test_wire_keeps_what_it_is_given() -> None:
     hello = peer.PeerHello("d", "1", "h")
     assert decode_to_producer(encode_to_producer(77, hello)) == (77, hello)
+
+
+async def test_connecting_again_and_again_leaves_no_socket(bench: Bench) -> None:
+    producer = bench.producer()
+    consumer = bench.consumer(producer.address)
+    up, rounds = 0, 12
+    before = 0
+    for number in range(rounds):
+        await consumer.hears(events.PeerUp, up := up + 1)
+        if number == 1:
+            before = len(os.listdir("/proc/self/fd"))
+        consumer.client.fail(Code.INTERNAL, "once more")
+        await consumer.hears(events.PeerDown, up)
+        consumer.client.ask()
+    await consumer.hears(events.PeerUp, rounds + 1)
+    await wait_for_async(
+        lambda: len(os.listdir("/proc/self/fd")) <= before, what="descriptors are as before"
+    )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvd.core import events
-from kvd.local import seqpacket, session
+from kvd.local import seqpacket, server, session
+from kvd.memory.engine import EngineMemory
 from kvd.protocol import local
 from kvd.protocol.codes import Code
 from kvd.protocol.version import PROTO_MAJOR
@@ -235,15 +238,12 @@ async def test_memory_that_does_not_fit_is_refused_and_closed(shell: Shell) -> N
 async def test_nothing_is_read_while_memory_is_being_mapped(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvd.memory.engine import EngineMemory
-
-    go = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    go = threading.Event()
     real = EngineMemory.open
 
-    def slow(**kwargs: object) -> EngineMemory:
-        asyncio.run_coroutine_threadsafe(go.wait(), loop).result(10)
-        return real(**kwargs)  # type: ignore[arg-type]
+    def slow(**kwargs: Any) -> EngineMemory:
+        go.wait(10)
+        return real(**kwargs)
 
     monkeypatch.setattr(EngineMemory, "open", slow)
     shim = await shell.greeted()
@@ -392,3 +392,28 @@ async def test_a_session_that_the_core_turns_away_hears_only_why(
     assert refused.code == Code.STALE_EPOCH
     await ended(shim)
     assert len(shell.server) == 0
+
+
+async def test_mapping_has_a_deadline_and_what_comes_later_is_closed(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    late: list[EngineMemory] = []
+    real = EngineMemory.open
+
+    def slow(**kwargs: Any) -> EngineMemory:
+        go.wait(10)
+        late.append(real(**kwargs))
+        return late[0]
+
+    monkeypatch.setattr(EngineMemory, "open", slow)
+    monkeypatch.setattr(server, "MAP_TIMEOUT_S", 0.05)
+    shim = await shell.greeted()
+    await shim.describe()
+    refused = await shim.expect(local.Refused)
+    assert refused.code == Code.DEADLINE
+    closed = await shell.hears(events.SessionClosed)
+    shell.server.release(closed.session)
+    await ended(shim)
+    go.set()
+    await wait_for_async(lambda: late and late[0].closed, what="the late memory is closed")

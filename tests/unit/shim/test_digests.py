@@ -54,7 +54,11 @@ def test_boundaries(length: int, positions: list[int]) -> None:
     ],
 )
 def test_everything_that_changes_kv_changes_it(parts: dict[str, object]) -> None:
-    others = [{}, {"lora": "b", "cache_salt": "a"}, {"mm_items": [(3, "a"), (3, "b")]}]
+    others: list[dict[str, object]] = [
+        {},
+        {"lora": "b", "cache_salt": "a"},
+        {"mm_items": [(3, "a"), (3, "b")]},
+    ]
     mine = one(list(range(8)), 8, **parts)
     assert len(mine) == DIGEST_SIZE
     assert all(one(list(range(8)), 8, **other) != mine for other in others)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from connector_shim.digests import PromptDigest
 from connector_shim.jobs import unpack_u32
-from connector_shim.scheduler import fetch_end
+from connector_shim.scheduler import SchedulerHalf, fetch_end
 from kvd.protocol.types import NULL_BLOCK
 from tests.unit.shim.fakes import (
     DOWN,
@@ -84,27 +84,24 @@ def test_the_fetch_by_position() -> None:
     assert job.ranks == (((0, 0), ("10.0.0.2", 7001)),)
     half.update_state_after_alloc(request, Blocks((table(5, 6, 7, hashed=3),)), 0)
     jobs = half.take_jobs()
-    assert jobs.fetches == jobs.releases == ()
+    assert not jobs.fetches
+    assert not jobs.releases
     assert half.get_num_new_matched_tokens(request, 0) == (0, False), "asked for once only"
 
 
 def test_everything_that_changes_kv_is_in_the_digest() -> None:
     half = scheduler_half()
     digests = set()
-    for i, change in enumerate(
-        [
-            {},
-            {"lora_request": SimpleNamespace(lora_name="l")},
-            {"cache_salt": "s"},
-            {
-                "mm_features": [
-                    SimpleNamespace(identifier="i", mm_position=SimpleNamespace(offset=3))
-                ]
-            },
-            {"prompt": [*range(39), 0]},
-        ]
-    ):
-        request = Request(request_id=f"d-{i}", params=remote_params(), **change)  # type: ignore[arg-type]
+    image = SimpleNamespace(identifier="i", mm_position=SimpleNamespace(offset=3))
+    changes: list[dict[str, Any]] = [
+        {},
+        {"lora_request": SimpleNamespace(lora_name="l")},
+        {"cache_salt": "s"},
+        {"mm_features": [image]},
+        {"prompt": [*range(39), 0]},
+    ]
+    for i, change in enumerate(changes):
+        request = Request(request_id=f"d-{i}", params=remote_params(), **change)
         count, _ = half.get_num_new_matched_tokens(request, 0)
         half.update_state_after_alloc(request, Blocks((table(1, 2, 3),)), count or 0)
         (job,) = half.take_jobs().fetches
@@ -133,8 +130,8 @@ def test_groups_with_other_block_sizes() -> None:
 def test_fetch_ids_are_new_in_every_life() -> None:
     ids = set()
     for started in (1, 2):
-        half = scheduler_half()
-        half.__init__(half.shape, half.settings, clock=Clock(), started_ns=started * 10**9)  # type: ignore[misc]
+        like = scheduler_half()
+        half = SchedulerHalf(like.shape, like.settings, started_ns=started * 10**9)
         half.update_daemons({(0, 0): UP})
         for i in range(3):
             request = Request(request_id=f"d-{i}", params=remote_params())

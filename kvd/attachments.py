@@ -203,9 +203,10 @@ class Attachments:
             raise KvdError(f"{ask.peer} has no link on this host", Code.TRANSPORT_UNAVAILABLE)
         fds = await peer.link.memory(answer.memory_key, OPEN_TIMEOUT_S)
         if len(fds) != len(answer.segments) + 1:
+            count = len(fds)
             _close_fds(fds)
             raise KvdError(
-                f"{ask.peer} passed {len(fds)} descriptors for {len(answer.segments)} segments "
+                f"{ask.peer} passed {count} descriptors for {len(answer.segments)} segments "
                 "and a fence table",
                 Code.BAD_MEMORY,
             )

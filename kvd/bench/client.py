@@ -25,7 +25,7 @@ from kvd.bench.presets import BLOCK_TOKENS
 from kvd.protocol.local import FetchDone
 from kvd.protocol.types import PeerAddr
 
-UP_TIMEOUT_S = 20.0
+UP_TIMEOUT_S = 60.0
 FETCH_TIMEOUT_S = 60.0
 LEASE_S = 600.0
 MAX_COMMAND = 16 * 2**20

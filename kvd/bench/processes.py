@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-READY_TIMEOUT_S = 20.0
+READY_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
 MAX_ANSWER = 16 * 2**20

@@ -46,6 +46,7 @@ class EngineMemory:
         self._closing = False
         self._gone = _Gone(1 if fence is None else 2)
         self._fds: list[int] = []
+        self._block_nbytes: dict[tuple[int, int, int], int] = {}
         self._fence: FenceReader | None = None
         self._root: Bytes | None = None
 
@@ -119,9 +120,15 @@ class EngineMemory:
         """Bytes of one block of `group` in layers `[first_layer, first_layer + num_layers)`."""
         if num_layers is None:
             num_layers = self.num_layers - first_layer
+        known = self._block_nbytes.get((group, first_layer, num_layers))
+        if known is not None:
+            return known
         self.check_range(group, first_layer, num_layers)
         table = self.tables[group]
-        return int(table.nbytes[table.rows(first_layer, num_layers)].sum())
+        nbytes = int(table.nbytes[table.rows(first_layer, num_layers)].sum())
+        if len(self._block_nbytes) < 4096:
+            self._block_nbytes[group, first_layer, num_layers] = nbytes
+        return nbytes
 
     def check_range(self, group: int, first_layer: int, num_layers: int) -> None:
         """Raises MemoryRefused unless the group and the layers exist."""

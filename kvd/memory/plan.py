@@ -147,24 +147,23 @@ def calls(
     runs: tuple[UniformRun, ...], blocks: list[tuple[int, int, int]], max_nbytes: int
 ) -> Iterator[Call]:
     """Cuts a piece into copies of at most `max_nbytes` bytes (or of one region of one block)."""
+    cuts = []
+    for index, run in enumerate(runs):
+        block = run.regions * run.nbytes
+        if block >= max_nbytes:
+            step, at_once = max(1, max_nbytes // run.nbytes), 1
+        else:
+            step, at_once = run.regions, max(1, max_nbytes // block)
+        slices = [slice(r, min(r + step, run.regions)) for r in range(0, run.regions, step)]
+        cuts.append((index, run.nbytes, at_once, slices))
     for a, b, count in blocks:
-        for index, run in enumerate(runs):
-            block = run.regions * run.nbytes
-            if block >= max_nbytes:
-                regions, at_once = max(1, max_nbytes // run.nbytes), 1
-            else:
-                regions, at_once = run.regions, max(1, max_nbytes // block)
+        for index, nbytes, at_once, slices in cuts:
             for i in range(0, count, at_once):
                 n = min(at_once, count - i)
-                for r in range(0, run.regions, regions):
-                    m = min(regions, run.regions - r)
-                    yield Call(
-                        index,
-                        slice(r, r + m),
-                        slice(a + i, a + i + n),
-                        slice(b + i, b + i + n),
-                        m * n * run.nbytes,
-                    )
+                src, dst = slice(a + i, a + i + n), slice(b + i, b + i + n)
+                for regions in slices:
+                    size = (regions.stop - regions.start) * n * nbytes
+                    yield Call(index, regions, src, dst, size)
 
 
 def addresses(

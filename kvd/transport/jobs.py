@@ -64,19 +64,20 @@ class Outcome:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._future: asyncio.Future[int] = self._loop.create_future()
+        self._result: int | TransportError | None = None
+        self._waiters: list[asyncio.Future[None]] = []
 
     def set(self, result: int | TransportError) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._set, result)
 
     def _set(self, result: int | TransportError) -> None:
-        if self._future.done():
-            return
-        if isinstance(result, TransportError):
-            self._future.set_exception(result)
-        else:
-            self._future.set_result(result)
+        if self._result is None:
+            self._result = result
+            for waiter in self._waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._waiters.clear()
 
     async def wait(self) -> int:
         """Waits even when cancelled: who returned from a pull relies on its copies having ended.
@@ -84,12 +85,15 @@ class Outcome:
         The cancellation is passed on afterwards.
         """
         cancelled: asyncio.CancelledError | None = None
-        while not self._future.done():
+        while self._result is None:
+            waiter = self._loop.create_future()
+            self._waiters.append(waiter)
             try:
-                await asyncio.wait((self._future,))
+                await waiter
             except asyncio.CancelledError as exc:
                 cancelled = exc
         if cancelled is not None:
-            self._future.exception()
             raise cancelled
-        return self._future.result()
+        if isinstance(self._result, TransportError):
+            raise self._result
+        return self._result

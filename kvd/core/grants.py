@@ -363,7 +363,8 @@ class Grants:
     # --- parking ----------------------------------------------------------------------------
 
     def _room_to_park(self) -> bool:
-        return self.parked < self._ctx.config.max_parked
+        """A draining daemon takes no offer that could end the wait."""
+        return not self._ctx.draining and self.parked < self._ctx.config.max_parked
 
     def _park(self, request: Request, wait: float) -> None:
         request.state = RequestState.PARKED

@@ -407,6 +407,17 @@ def test_drain_refuses_what_would_wait_and_serves_what_is_offered(
     assert producer.node.core.idle
 
 
+def test_a_draining_daemon_promises_no_next_generation(producer: Engine, daemon: Daemon) -> None:
+    producer.open_offer("T", 1)
+    producer.give_digests("T", 1, [32])
+    daemon.ask("f", "T", 0, 32)
+    producer.node.run(ev.DrainStarted())
+    producer.say(local.Revoke("T", 1))
+    revoked = daemon.hears(peer.FetchRevoked)
+    assert (revoked.code, revoked.again) == ("revoked", False)
+    assert producer.node.core.idle
+
+
 def test_the_number_of_served_fetches_is_bounded(world: World) -> None:
     daemon = Daemon(world.node("p", CoreConfig(max_fetches=2)).engine("P"))
     daemon.producer.offer("T", tokens=32)

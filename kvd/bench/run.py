@@ -29,6 +29,8 @@ from kvd.bench.presets import Preset
 from kvd.bench.processes import ClientProcess, Daemon, cpu_seconds
 from kvd.bench.report import Result
 from kvd.config import Settings
+from kvd.transport.base import TransportError
+from kvd.transport.tcp_socket import LOOPBACK_CONGESTION, check_congestion
 
 PRODUCER = "bench-producer"
 CONSUMER = "bench-consumer"
@@ -120,7 +122,7 @@ class Bench:
                     dst_blocks=self._pool,
                     piece=preset.piece,
                     threads=options.settings.shm_threads,
-                    congestion=options.settings.tcp_congestion,
+                    congestion=congestion_control(options.settings),
                 )
             )
         for client in self._clients:
@@ -188,6 +190,17 @@ class Bench:
             )
 
 
+def congestion_control(settings: Settings) -> str:
+    """What the tcp transport asks for on loopback; "" leaves the system's default."""
+    if settings.tcp_congestion:
+        return settings.tcp_congestion
+    try:
+        check_congestion(LOOPBACK_CONGESTION)
+    except TransportError:
+        return ""
+    return LOOPBACK_CONGESTION
+
+
 @contextlib.contextmanager
 def started(options: Options) -> Iterator[Bench]:
     """A bench with everything running; everything is gone afterwards."""
@@ -238,8 +251,9 @@ def _congestion(options: Options, limit: LimitSummary | None) -> str | None:
         return None
     if limit is not None:
         return limit.congestion
-    if options.settings.tcp_congestion:
-        return options.settings.tcp_congestion
+    named = congestion_control(options.settings)
+    if named:
+        return named
     try:
         return DEFAULT_CONGESTION.read_text().strip()
     except OSError:

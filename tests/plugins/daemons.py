@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-READY_TIMEOUT_S = 20.0
-STOP_TIMEOUT_S = 15.0
+READY_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
 LOG_TAIL = 4000
 
 

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 from rich.console import Console
 
+from kvd.core.instructions import Piece
+from kvd.demo import main as demo_main
 from kvd.demo.client import Answer, Client
+from kvd.demo.damage import install
 from kvd.demo.model import ModelShape, write_model
+from kvd.demo.processes import shared_memory_of
 from kvd.demo.prompts import prompts
 from kvd.demo.report import as_json, passed, show
 from kvd.demo.results import Control, Results, Row, checks
+from kvd.memory.engine import EngineMemory
+from kvd.protocol.peer import SegmentInfo
+from kvd.protocol.types import LayerLayout, Region
+from kvd.transport.base import PullJob
+from tests.conftest import wait_for
+from tests.integration.demo_stack import Demo
 
 BLOCK = 32
 BLOCK_NBYTES = ModelShape().kv_block_nbytes(BLOCK)
@@ -300,3 +314,92 @@ def test_stream_is_read_by_choice() -> None:
     failed_event = {"id": "x", "choices": [{"index": 0, "finish_reason": "error"}]}
     Client._event(b"data: " + json.dumps(failed_event).encode(), answer, 0.0)
     assert answer.error == "finished with 'error'"
+
+
+# --- damage ---------------------------------------------------------------------------------
+
+
+async def test_damage_is_one_block_of_one_layer_once_a_fetch(tmp_path: Path) -> None:
+    """Four layers of eight blocks of 64 bytes; a job that pulls blocks 5 and 2 of all layers."""
+    num_layers, num_blocks, nbytes = 4, 8, 64
+    size = num_layers * num_blocks * nbytes
+    fd = os.memfd_create("kvd-demo-test", os.MFD_CLOEXEC)
+    os.ftruncate(fd, size)
+    kept = os.dup(fd)
+    layers = [
+        LayerLayout(f"layer.{i}", 0, [Region(0, i * num_blocks * nbytes, nbytes, nbytes)])
+        for i in range(num_layers)
+    ]
+    memory = EngineMemory.open(
+        segments=[(SegmentInfo(0, "memfd", size, "cpu"), fd)],
+        layers=layers,
+        num_blocks=num_blocks,
+        fence=None,
+        writable=True,
+    )
+    try:
+        blocks = np.array([5, 2], "<u4").tobytes()
+        piece = Piece(0, 0, num_layers, np.array([0, 1], "<u4").tobytes(), blocks, blocks)
+
+        class Puller:
+            local = memory
+
+            async def pull(self, job: PullJob) -> int:
+                return job.nbytes
+
+        install([Puller])
+        puller = Puller()
+        for fetch_id in ("a", "a", "b", "c"):
+            job = PullJob(1, fetch_id, bytes(16), 0, 1, (piece,), num_layers * 2 * nbytes)
+            assert await puller.pull(job) == job.nbytes
+        found = np.frombuffer(os.pread(kept, size, 0), np.uint8).reshape(
+            num_layers, num_blocks, nbytes
+        )
+        # Three fetches turned the same bits over: as if once.
+        expected = np.zeros_like(found)
+        expected[2, 5] = 0x80
+        assert np.array_equal(found, expected)
+    finally:
+        os.close(kept)
+        memory.close_when_unpinned()
+        assert await memory.wait_closed(10)
+
+
+# --- Ctrl-C ---------------------------------------------------------------------------------
+
+
+def test_a_bad_setting_is_refused_before_anything_starts(
+    tmp_run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo_main(["--config", "transport=pigeon"]) == 78
+    assert "transport" in capsys.readouterr().err
+    assert demo_main(["--config", "socket=/tmp/x"]) == 78
+    assert "the demo chooses this itself" in capsys.readouterr().err
+
+
+@pytest.mark.vllm
+@pytest.mark.engine
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("kvd demo", signal.SIGINT),
+        ("two daemons are up", signal.SIGINT),
+        ("starting the worker", signal.SIGTERM),
+    ],
+    ids=["at once", "with daemons", "with engines"],
+)
+def test_ctrl_c_leaves_nothing(tmp_run_dir: Path, moment: str, number: signal.Signals) -> None:
+    demo = Demo(tmp_run_dir)
+    try:
+        wait_for(lambda: moment in demo.told.read_text(), 300, what=moment)
+        processes = demo.processes()
+        shared = {name for p in processes for name in shared_memory_of(p.pid)}
+        demo.popen.send_signal(number)
+        assert demo.popen.wait(90) == 130
+    finally:
+        demo.kill()
+    gone = {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
+    assert [p for p in processes if p.is_running() and p.status() not in gone] == []
+    assert [name for name in shared if Path("/dev/shm", name).exists()] == []
+    assert sorted(p.name for p in tmp_run_dir.iterdir()) == ["report.json", "told.txt"]

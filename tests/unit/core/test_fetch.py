@@ -141,7 +141,7 @@ def test_nothing_of_a_generation_that_is_gone_counts(
     blocks = consumer.fetch("f", "T", producer, end=48)
     world.settle()
     (job,) = consumer.node.pulls
-    world.answer_later(consumer.node, job)
+    world.post(world.answer_later(consumer.node, job))
     # The producer's word comes first, and the answer of a copy that was still valid after it.
     producer.fence[1] = 0
     producer.say(local.Revoke("T", 1))
@@ -178,6 +178,31 @@ def test_a_new_grant_waits_for_the_jobs_of_the_old(world: World, producer: Engin
         assert sorted(consumer.node.pulls) == [other for other in old if other > job]
     world.auto_pull = True
     world.fail_pull(consumer.node, old[2], "cancelled", 1.0)
+    world.settle()
+    done = consumer.done("f")
+    assert (done.code, done.generation) == ("ok", 2)
+    assert consumer.tags(blocks) == {("T", 2)}
+
+
+def test_a_late_success_of_the_old_generation_is_none_of_the_new(
+    world: World, producer: Engine
+) -> None:
+    world.auto_pull = world.auto_stop = False
+    consumer = world.node("d", SMALL).engine("D")
+    source = streamed(producer, "T", 48)
+    producer.compute("T", 1, source)
+    producer.say(local.Extend("T", 1, 48))
+    blocks = consumer.fetch("f", "T", producer, end=48)
+    world.settle()
+    first, second, third = sorted(consumer.node.pulls)
+    answers = [world.answer_later(consumer.node, job) for job in (first, second)]
+    producer.offer("T", 2, tokens=48, slot=2)
+    world.settle()
+    for answer in answers:
+        answer()
+    assert sorted(consumer.node.pulls) == [third]
+    world.auto_pull = True
+    world.fail_pull(consumer.node, third, "fenced", 1.0)
     world.settle()
     done = consumer.done("f")
     assert (done.code, done.generation) == ("ok", 2)

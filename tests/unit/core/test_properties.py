@@ -7,6 +7,7 @@ generation of its transfer put there; a failed one holds it in each block that i
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -90,6 +91,8 @@ class TwoDaemons(RuleBasedStateMachine):
         self.wanted: dict[str, Wanted] = {}
         self.told: Counter[str] = Counter()
         self.ended: Counter[tuple[int, str, int]] = Counter()
+        self.answers: list[Callable[[], None]] = []
+        """Of jobs that have copied and looked, but whose end the core has yet to hear."""
         self.begun: set[int] = set()
         """Jobs that have copied, and have yet to look at the fence."""
 
@@ -393,13 +396,19 @@ class TwoDaemons(RuleBasedStateMachine):
             fraction = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
             self.world.fail_pull(self.d, job, Code.TRANSPORT_ERROR, fraction)
         elif how == "later":
-            self.world.answer_later(self.d, job, copied=job in self.begun)
+            answer = self.world.answer_later(self.d, job, copied=job in self.begun)
+            self.answers.append(answer)
             self.begun.add(job)
         elif how == "copy":
             self.world.write(self.d, self.d.pulls[job])
             self.begun.add(job)
         else:
             self.world.finish_pull(self.d, job, copied=job in self.begun)
+
+    @precondition(lambda self: self.answers)
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject) -> None:
+        self.answers.pop(data.draw(st.integers(0, len(self.answers) - 1)))()
 
     @precondition(lambda self: self.d.pulls)
     @rule(count=st.integers(1, 6))
@@ -540,7 +549,7 @@ class TwoDaemons(RuleBasedStateMachine):
 
 TestTwoDaemons = TwoDaemons.TestCase
 TestTwoDaemons.settings = settings(
-    max_examples=150,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

@@ -552,8 +552,8 @@ class World:
         else:
             node.run(ev.PullFailed(job, "fenced", "the word was another"))
 
-    def answer_later(self, node: Node, job: int, *, copied: bool = False) -> None:
-        """Copy and look at the fence word now; the answer is still on its way."""
+    def answer_later(self, node: Node, job: int, *, copied: bool = False) -> Callable[[], None]:
+        """Copy and look at the fence word now; returns what brings the answer."""
         pull = node.pulls[job]
         if not copied:
             self.write(node, pull)
@@ -567,7 +567,7 @@ class World:
             else:
                 node.run(ev.PullFailed(job, "fenced", "the word was another"))
 
-        self.post(answer)
+        return answer
 
     def fail_pull(self, node: Node, job: int, code: str, fraction: float = 0.0) -> None:
         pull = node.pulls.get(job)

@@ -48,6 +48,13 @@ def _tail(log: Path) -> str:
     return ""
 
 
+def _is_info(line: str) -> bool:
+    try:
+        return json.loads(line).get("level") in ("debug", "info")
+    except (ValueError, AttributeError):
+        return False
+
+
 class Process:
     """A child in its own session, so that Ctrl-C reaches the harness alone; it logs to a file."""
 
@@ -123,10 +130,13 @@ class Daemon(Process):
                 raise self.failed(f"was not ready within {READY_TIMEOUT_S:.0f} s")
             time.sleep(0.02)
 
-    def check(self) -> None:
-        """Raises ProcessFailed if it is no longer running."""
-        if self.popen.poll() is not None:
-            raise self.failed(f"ended with status {self.popen.returncode}")
+    def complaints(self) -> str:
+        """The last warnings and errors that it logged, a line each; whatever is no JSON, too."""
+        with contextlib.suppress(OSError):
+            lines = self.log.read_text(errors="replace").splitlines()
+            bad = [line for line in lines if not _is_info(line)][-LOG_LINES:]
+            return "".join(f"\n  {self.name}: {line}" for line in bad)
+        return ""
 
 
 class ClientProcess(Process):

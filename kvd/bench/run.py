@@ -26,7 +26,7 @@ from kvd import __version__
 from kvd.bench.limit import Limit, LimitSummary, LimitUnavailable, build
 from kvd.bench.memory import Shape, allocate, pool_blocks
 from kvd.bench.presets import Preset
-from kvd.bench.processes import ClientProcess, Daemon, cpu_seconds
+from kvd.bench.processes import ClientProcess, Daemon, ProcessFailed, cpu_seconds
 from kvd.bench.report import Result
 from kvd.config import Settings
 from kvd.transport.base import TransportError
@@ -74,8 +74,10 @@ class Measured:
 class Bench:
     """Everything that runs while the bench does."""
 
-    def __init__(self, options: Options, stack: contextlib.ExitStack) -> None:
-        """Starts the processes; `stack` ends them, last started first."""
+    def __init__(
+        self, options: Options, stack: contextlib.ExitStack, daemons: list[Daemon]
+    ) -> None:
+        """Starts the processes; `stack` ends them, last started first. Fills `daemons`."""
         self._options = options
         preset = options.preset
         self._random = random.Random(options.seed)
@@ -85,7 +87,7 @@ class Bench:
         src, dst = (self._memory(shape, stack) for _ in range(2))
 
         settings = {"transport": options.transport, **options.overrides}
-        self._daemons: list[Daemon] = []
+        self._daemons = daemons
         for name in ("producer", "consumer"):
             daemon = Daemon(f"{name}-daemon", folder, settings)
             stack.callback(daemon.stop)
@@ -205,8 +207,13 @@ def congestion_control(settings: Settings) -> str:
 def started(options: Options) -> Iterator[Bench]:
     """A bench with everything running; everything is gone afterwards."""
     stack = contextlib.ExitStack()
+    daemons: list[Daemon] = []
     try:
-        yield Bench(options, stack)
+        yield Bench(options, stack, daemons)
+    except (BenchFailed, ProcessFailed) as error:
+        # The reason is with the daemons more often than not, and their logs are about to go.
+        complaints = "".join(daemon.complaints() for daemon in daemons)
+        raise type(error)(f"{error}{complaints}") from None
     finally:
         with _uninterrupted():
             stack.close()

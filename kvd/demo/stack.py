@@ -19,7 +19,7 @@ from kvd.demo.ports import Ports
 from kvd.demo.processes import Child, Children
 from kvd.demo.router import start_router
 
-ENGINE_START_S = 420.0
+ENGINE_START_S = 900.0
 ROUTER_START_S = 60.0
 REGISTER_S = 30.0
 IDLE_S = 30.0

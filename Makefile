@@ -1,4 +1,4 @@
-# Set-up, demo and tests. Python 3.11 or newer is all that must be there; see scripts/make-venv.
+# Set-up, demo and tests. Python 3.11 or newer is all that must be there; see .ci/make-venv.
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -18,8 +18,8 @@ help:
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml Makefile scripts/make-venv
-	VENV="$(VENV)" PYTHON="$(PYTHON)" sh scripts/make-venv
+$(STAMP): pyproject.toml Makefile .ci/make-venv
+	VENV="$(VENV)" PYTHON="$(PYTHON)" sh .ci/make-venv
 	@touch $@
 
 demo: venv

@@ -167,7 +167,7 @@ def test_each_target_sets_up_first(target: str, runs: list[str], no_venv: str) -
     ended = make("-n", target, no_venv)
     assert ended.returncode == 0, ended.stderr
     lines = [line for line in ended.stdout.splitlines() if not line.startswith("touch")]
-    assert "scripts/make-venv" in lines[0]
+    assert ".ci/make-venv" in lines[0]
     assert len(lines) == 1 + len(runs)
     for line, expected in zip(lines[1:], runs, strict=True):
         assert expected in line

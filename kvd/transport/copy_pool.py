@@ -32,6 +32,7 @@ class CopyPool:
     def __init__(self, threads: int) -> None:
         if threads < 1:
             raise ValueError(f"{threads} copy threads")
+        self.num_threads = threads
         self._cond = threading.Condition()
         self._queues: dict[int, deque[Work]] = {}
         self._turns: deque[int] = deque()

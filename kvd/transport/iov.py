@@ -15,8 +15,12 @@ from numpy.typing import NDArray
 from kvd.memory.host import Bytes
 
 MAX_IOV = 1024
-CALL_BYTES = 4 * 2**20
-"""Most bytes of one call: how long a stop, or the engine's death, may have to wait."""
+CALL_BYTES = 16 * 2**20
+"""Most bytes of one call. How long a stop may have to wait does not hang on it alone: a call ends,
+with what it has got, once it has waited for the socket's timeout (`tcp_socket.TICK_S`) in all."""
+
+HEAD_ROOM = 64
+"""So that a head goes out in one call with a whole `CALL_BYTES` of payload."""
 
 Stretches = NDArray[np.uint64]
 
@@ -86,7 +90,7 @@ class Vector:
 
     def _call(self, call: ctypes._NamedFuncPointer, fd: int, flags: int) -> int:
         first = self._next
-        last = int(np.searchsorted(self._end, self.done + CALL_BYTES, side="right"))
+        last = int(self._end.searchsorted(self.done + CALL_BYTES + HEAD_ROOM, side="right"))
         last = min(max(last, first + 1), first + MAX_IOV, len(self._end))
         self._header.iov = self._iov.ctypes.data + 16 * first
         self._header.iovlen = last - first
@@ -98,7 +102,7 @@ class Vector:
 
     def _advance(self, nbytes: int) -> int:
         self.done += nbytes
-        first = int(np.searchsorted(self._end, self.done, side="right"))
+        first = int(self._end.searchsorted(self.done, side="right"))
         self._next = first
         if first < len(self._end):
             entry = self._iov[first]

@@ -18,8 +18,9 @@ from kvd.transport.jobs import CheckedPiece, Outcome, check_job
 CALL_BYTES = 4 * 2**20
 """Most bytes of one numpy call: how long a stop, or the engine's death, may have to wait."""
 
-BATCH_BYTES = 8 * 2**20
-"""Bytes that a thread takes at a time, so that two threads share one job."""
+MIN_BATCH_BYTES = 4 * 2**20
+MAX_BATCH_BYTES = 16 * 2**20
+"""Bytes that a thread takes at a time, within which a job is spread evenly over the threads."""
 
 _owners = itertools.count(1)
 
@@ -42,6 +43,7 @@ class ShmPuller:
         self.owner = next(_owners)
         self.local = local
         self.remote = remote
+        self.num_threads = pool.num_threads
         self._pool = pool
         self._closed = False
         self._jobs: dict[int, _Job] = {}
@@ -109,6 +111,8 @@ class _Job:
         self._remote = puller.remote
         self._failure: TransportError | None = None
         self._pieces = [(puller.runs(piece), id_runs(piece.src, piece.dst)) for piece in pieces]
+        share = -(-job.nbytes // puller.num_threads)
+        self._batch_bytes = min(max(share, MIN_BATCH_BYTES), MAX_BATCH_BYTES)
         self._begun = False
         self._views: list[list[tuple[Bytes, Bytes]]] = []
         self._calls: Iterator[tuple[int, Call]] = iter(())
@@ -134,7 +138,7 @@ class _Job:
             for piece, call in self._calls:
                 batch.append((piece, call))
                 nbytes += call.nbytes
-                if nbytes >= BATCH_BYTES:
+                if nbytes >= self._batch_bytes:
                     break
         except Exception as exc:
             self._fail(exc)
@@ -176,11 +180,11 @@ class _Job:
     def _copy(self, batch: list[tuple[int, Call]]) -> None:
         views = self._views
         try:
-            for piece, call in batch:
+            for piece, (run, regions, a, b, _) in batch:
                 if self._interrupted():
                     return
-                src, dst = views[piece][call.run]
-                dst[call.regions, call.dst] = src[call.regions, call.src]
+                src, dst = views[piece][run]
+                dst[regions, b] = src[regions, a]
         except Exception as exc:
             self._fail(exc)
 

@@ -17,9 +17,11 @@ from kvd.transport.base import PullJob, TransportError
 from kvd.transport.jobs import CheckedPiece, Outcome
 from kvd.transport.tcp_wire import MAX_COUNT, Request
 
-CHUNK_BYTES = 4 * 2**20
-"""Bytes of one request: what is received in vain when a fetch is stopped, and how finely a job is
-spread over streams."""
+MIN_CHUNK_BYTES = 4 * 2**20
+MAX_CHUNK_BYTES = 16 * 2**20
+"""Bytes of one request, within which a job is spread evenly over the streams. A request costs both
+ends some work that does not depend on its size; what is under way is received in vain when its
+fetch is stopped."""
 
 
 class State(enum.Enum):
@@ -71,8 +73,9 @@ class Chunk:
 class Queue:
     """Chunks of all jobs of one puller, in order. Thread-safe."""
 
-    def __init__(self, local: EngineMemory) -> None:
+    def __init__(self, local: EngineMemory, num_streams: int) -> None:
         self.local = local
+        self._num_streams = num_streams
         self._cond = threading.Condition()
         self._queue: deque[Chunk] = deque()
         self._jobs: dict[int, Job] = {}
@@ -205,7 +208,9 @@ class Queue:
     def _cut(self, running: Job, piece: CheckedPiece) -> None:
         if piece.block_nbytes == 0:
             return
-        at_once = min(max(1, CHUNK_BYTES // piece.block_nbytes), MAX_COUNT)
+        share = -(-running.job.nbytes // self._num_streams)
+        nbytes = min(max(share, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
+        at_once = min(max(1, nbytes // piece.block_nbytes), MAX_COUNT)
         for at in range(0, int(piece.dst.size), at_once):
             dst = piece.dst[at : at + at_once]
             request = Request(

@@ -38,7 +38,7 @@ from kvd.transport.tcp_wire import (
     unpack_head,
 )
 
-AHEAD = 3
+AHEAD = 2
 """Requests under way on one stream, so that the link does not idle between them."""
 
 RETRY_S = 1.0

@@ -325,7 +325,8 @@ async def test_connections_above_the_limit_are_refused(
     monkeypatch: pytest.MonkeyPatch, clients: Callable[..., RawClient]
 ) -> None:
     options = replace(OPTIONS, max_data_connections=1, tcp_streams=3, data_timeout_s=20.0)
-    monkeypatch.setattr(tcp_jobs, "CHUNK_BYTES", BLOCK)
+    monkeypatch.setattr(tcp_jobs, "MIN_CHUNK_BYTES", BLOCK)
+    monkeypatch.setattr(tcp_jobs, "MAX_CHUNK_BYTES", BLOCK)
     async with served(monkeypatch, options) as (rig, harness):
         # One connection is enough for the job, and the others' refusal does not fail it.
         piece = rig.piece(0, range(40), range(40))

@@ -409,6 +409,22 @@ async def test_a_link_that_breaks_is_the_end_of_both(bench: Bench) -> None:
     await consumer.hears(events.PeerUp, 2)
 
 
+async def test_a_client_whose_link_closes_has_left_at_once(bench: Bench) -> None:
+    producer = bench.producer(peer_timeout_s=600.0)
+    assert producer.links is not None
+    dealer = bench.dealer(producer.address)
+    await dealer.send(say_hello("raw", epoch=5))
+    welcome = await answer(dealer)
+    assert isinstance(welcome, peer.PeerWelcome)
+    link = LinkClient(lambda _detail: None)
+    await link.open(welcome.link, daemon_id="raw", boot_id=5, nonce=welcome.nonce, timeout_s=5.0)
+    assert not producer.of(events.ClientLeft)
+    link.close()
+    left = await producer.hears(events.ClientLeft)
+    assert left.code == Code.PEER_LOST
+    assert len(producer.links) == 0
+
+
 # --- refusals ---------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from kvd.transport.base import TransportError
 from tests.contract.conftest import Connect
 from tests.contract.harness import Harness
 from tests.contract.rig import SLOT, SLOTS, WORD, Rig, Shape
+from tests.plugins.waiting import wait_for_async
 
 SHAPE = Shape(tuple((0, (512,)) for _ in range(4)))
 BLOCK = 4 * 512
@@ -83,6 +84,7 @@ async def test_after_stop_no_byte_lands_once_the_pull_returned(connect: Connect)
         piece = rig.piece(0, range(30), range(30))
         pull = asyncio.ensure_future(puller.pull(rig.job(piece)))
         await gate.reached()
+        await wait_for_async(lambda: not rig.dst.untouched(), what="the first bytes")
         queued = asyncio.ensure_future(puller.pull(rig.job(rig.piece(0, [31], [31]))))
         other = asyncio.ensure_future(
             puller.pull(rig.job(rig.piece(0, [32], [32], indices=[32]), fetch_id="other"))

@@ -79,7 +79,7 @@ class Daemon(Process):
             "log_format": "json",
             "log_level": "debug",
             "heartbeat_s": 0.2,
-            "peer_timeout_s": 1.5,
+            "peer_timeout_s": 4.0,
             **settings,
         }
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in every.items()]

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from connector_shim.jobs import Drained, RankId, RankState
 from connector_shim.metadata import KvdHandshake, KvdMetadata, KvdWorkerMetadata
+from connector_shim.settings import hooks_layers
 from connector_shim.stats import KvdPromMetrics, KvdStats
 from connector_shim.wiring import build_scheduler_half, build_worker_half, start_worker
 
@@ -66,8 +67,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """False: nothing hooks into the forward pass."""
-        return False
+        """Only layer by layer does it hook into the forward pass, which a full graph skips."""
+        return hooks_layers(extra_config)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
@@ -94,7 +95,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         self._s.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KvdMetadata:
-        return KvdMetadata(self._s.take_jobs())
+        return KvdMetadata(self._s.take_jobs(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._s.worker_output(
@@ -164,10 +165,12 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        pass
+        if self._worker is not None:
+            self._worker.layer_saved(layer_name)
 
     def wait_for_save(self) -> None:
-        pass
+        if self._worker is not None:
+            self._worker.forward_done()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         drained = self._drain()

@@ -47,6 +47,7 @@ def pack_blocks(block_ids: Iterable[int | None]) -> bytes:
 class FetchJob:
     """Fetch tokens `[start, end)` of a transfer into `blocks` (packed, one table per group).
 
+    `bootstrap`: whom each rank asks where its producer is, instead of `ranks`.
     Index 0 of each table holds token `start`. `doomed`: the scheduler half found that this cannot
     work after the blocks were given; the worker reports it failed and asks nobody.
     """
@@ -62,6 +63,7 @@ class FetchJob:
     blocks: tuple[bytes, ...]
     digest: bytes
     doomed: str = ""
+    bootstrap: Address | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,46 @@ class ReleaseJob:
     generation: int | None
     engine_id: str
     ranks: RankTable
+    bootstrap: Address | None = None
+
+
+StreamKey = tuple[str, int]
+"""(transfer_id, generation) of an offer that grows while prefill computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOpen:
+    """Open an offer that holds nothing yet. `positions` and `digests` as in `OfferJob`."""
+
+    req_id: str
+    key: StreamKey
+    positions: bytes
+    digests: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStep:
+    """One step of a stream.
+
+    `blocks`: (group, index in the group's table, packed ids) of the blocks that were added.
+    `tokens`: how many tokens are valid in every layer once this step's forward has run.
+    """
+
+    key: StreamKey
+    blocks: tuple[tuple[int, int, bytes], ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishJob:
+    """A streamed request has ended, and vLLM holds its blocks until finished_sending.
+
+    `tokens`: how many its offer holds in the end; None takes the offer back.
+    """
+
+    req_id: str
+    key: StreamKey
+    tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +137,7 @@ class StepJobs:
     """Everything for one step. `seq` grows by one each step, so that none is acted on twice.
 
     `cancels` are request ids whose fetch is not wanted any more; they come after the fetches of
-    the same step.
+    the same step. `revokes` come before everything else: this step's forward may write there.
     """
 
     seq: int
@@ -104,6 +146,10 @@ class StepJobs:
     cancels: tuple[str, ...] = ()
     releases: tuple[ReleaseJob, ...] = ()
     revoke_all: bool = False
+    revokes: tuple[StreamKey, ...] = ()
+    opens: tuple[StreamOpen, ...] = ()
+    steps: tuple[StreamStep, ...] = ()
+    finishes: tuple[FinishJob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""kv_transfer_params: NIXL's schema in both directions, with one nested key of ours.
+"""kv_transfer_params: NIXL's schema in both directions, with one nested key of ours, and
+Mooncake's, in which both engines are asked at once and know the transfer by a common name.
 
 Whatever a client or a router puts there may be missing, of the wrong type, huge or hostile.
 Nothing here trusts it: a bad value is a `ParamsError` with a kind, never another exception.
@@ -6,9 +7,11 @@ Nothing here trusts it: a bad value is a `ParamsError` with a kind, never anothe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from connector_shim.jobs import Address, RankId, RankTable
 
@@ -42,6 +45,8 @@ class RemotePrefill:
     engine_id: str
     ranks: RankTable
     num_tokens: int | None
+    bootstrap: Address | None = None
+    """Where every rank asks for its producer's address, where the params do not name them."""
 
 
 def wants(params: object, key: str) -> bool:
@@ -81,7 +86,10 @@ def parse_remote_prefill(params: Mapping[str, Any]) -> RemotePrefill:
     if not transfer_id:
         raise ParamsError("no_transfer_id", "neither transfer_id nor remote_request_id is given")
     engine_id = _need_text(params, "remote_engine_id", MAX_ID)
-    if not ranks:
+    bootstrap = None
+    if not ranks and params.get("remote_host") is None:
+        bootstrap = _bootstrap(params)
+    if not ranks and bootstrap is None:
         ranks = (((0, 0), _address(params, "remote_host", "remote_port")),)
     return RemotePrefill(
         transfer_id=transfer_id,
@@ -89,7 +97,22 @@ def parse_remote_prefill(params: Mapping[str, Any]) -> RemotePrefill:
         engine_id=engine_id,
         ranks=ranks,
         num_tokens=_whole(params, "remote_num_tokens", 0, MAX_U63),
+        bootstrap=bootstrap,
     )
+
+
+def _bootstrap(params: Mapping[str, Any]) -> Address | None:
+    """Mooncake's schema: an HTTP address that both legs were given, http://host:port."""
+    text = _text(params, "remote_bootstrap_addr", MAX_HOST + 16)
+    if text is None:
+        return None
+    scheme, host, port = "", None, None
+    with contextlib.suppress(ValueError):
+        url = urlsplit(text if "//" in text else f"//{text}")
+        scheme, host, port = url.scheme, url.hostname, url.port
+    if not host or not port or scheme not in ("", "http") or len(host) > MAX_HOST:
+        raise ParamsError("bad_value", f"remote_bootstrap_addr is {_show(text)}")
+    return host, port
 
 
 def wanted_transfer_id(params: Mapping[str, Any], default: str) -> str:

@@ -37,12 +37,10 @@ from connector_shim.params import (
 )
 from connector_shim.prompts import finished_well, prompt_digest, unfit
 from connector_shim.settings import ShimSettings
+from connector_shim.streams import NULL_BLOCK_ID, Streams
 from connector_shim.tally import Tally
 
 log = logging.getLogger("vllm.kvd.scheduler")
-
-NULL_BLOCK_ID = 0
-"""vLLM's null block: it stands for what a sliding window has left behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +55,8 @@ class EngineShape:
     num_blocks: int
     pp_size: int = 1
     tp_size: int = 1
+    full_attention: bool = True
+    """Every group keeps all blocks of a request until it ends: no sliding window, no state."""
 
     @property
     def block_size(self) -> int:
@@ -125,6 +125,11 @@ class SchedulerHalf:
         self._cancels: dict[str, None] = {}
         self._releases: list[ReleaseJob] = []
         self._revoke_all = False
+        self._streams = Streams(shape.block_sizes, self._next_generation)
+
+    def _next_generation(self) -> int:
+        self._generation += 1
+        return self._generation
 
     # --- consumer ---------------------------------------------------------------------------
 
@@ -185,7 +190,7 @@ class SchedulerHalf:
         if computed % block_size:
             raise _NotThisOne("unaligned_start", f"{computed} tokens are held here already")
         missing = self._missing_ranks(remote.ranks)
-        if missing:
+        if missing and remote.bootstrap is None:
             raise _NotThisOne("missing_ranks", missing)
         return _Plan(computed, end, remote)
 
@@ -200,6 +205,19 @@ class SchedulerHalf:
             self._fetch(request, blocks, num_external_tokens, plan)
         elif asked:
             self._release(params, known_reason)
+        self._stream(request)
+
+    def _stream(self, request: Any) -> None:
+        """Offer the request's KV while it is computed, if that is wanted and can be."""
+        if self.settings.send_type == "get" or not self.shape.full_attention:
+            return
+        try:
+            params = request.kv_transfer_params
+            if wants(params, "do_remote_decode") and self._not_offered(request) is None:
+                self._streams.want(request, wanted_transfer_id(params, request.request_id))
+        except ParamsError:
+            # Told when the request ends, like all that keeps it from being offered.
+            return
 
     def _note_reason(self, req_id: str) -> bool:
         reason = self._reasons.pop(req_id, None)
@@ -255,6 +273,7 @@ class SchedulerHalf:
             end=end,
             blocks=tuple(tables),
             digest=prompt_digest(request, end).at([end])[0],
+            bootstrap=plan.remote.bootstrap,
         )
 
     def _release(self, params: Mapping[str, Any], noted: bool = False) -> None:
@@ -265,7 +284,13 @@ class SchedulerHalf:
                 self.tally.note(f"params_{error.kind}", error.detail)
             return
         self._releases.append(
-            ReleaseJob(remote.transfer_id, remote.generation, remote.engine_id, remote.ranks)
+            ReleaseJob(
+                remote.transfer_id,
+                remote.generation,
+                remote.engine_id,
+                remote.ranks,
+                remote.bootstrap,
+            )
         )
 
     def _missing_ranks(self, ranks: RankTable) -> str:
@@ -286,23 +311,33 @@ class SchedulerHalf:
         self._plans.pop(req_id, None)
         self.daemons.forget(req_id)
         known_reason = self._note_reason(req_id)
+        hold, answer = False, None
         try:
-            if req_id in self._receiving:
-                self._cancels[req_id] = None
-                return False, None
-            params = request.kv_transfer_params
-            if _clear_flag(params):
-                self._release(params, known_reason)
-                return False, None
-            if not wants(params, "do_remote_decode") or not finished_well(request):
-                return False, None
-            return self._offer(request, params, block_ids)
+            hold, answer = self._finished(request, block_ids, known_reason)
         except ParamsError as error:
             self.tally.note(f"params_{error.kind}", error.detail)
         except Exception:
             log.exception("kvd: the KV of a request is not offered")
             self.tally.note("internal", "while preparing an offer")
-        return False, None
+        if self._streams.finish(req_id, None) is not None:
+            # Somebody may be reading: the blocks are free once the offer is known to be gone,
+            # however the request ended.
+            return True, None
+        return hold, answer
+
+    def _finished(
+        self, request: Any, block_ids: Sequence[Sequence[int]], known_reason: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if request.request_id in self._receiving:
+            self._cancels[request.request_id] = None
+            return False, None
+        params = request.kv_transfer_params
+        if _clear_flag(params):
+            self._release(params, known_reason)
+            return False, None
+        if not wants(params, "do_remote_decode") or not finished_well(request):
+            return False, None
+        return self._offer(request, params, block_ids)
 
     def _offer(
         self, request: Any, params: Mapping[str, Any], block_ids: Sequence[Sequence[int]]
@@ -329,14 +364,36 @@ class SchedulerHalf:
                 f"max_held_fraction={self.settings.max_held_fraction:g}",
             )
             return False, None
+        # A stream holds the prompt alone: what was generated after it is not offered.
+        key = self._streams.finish(request.request_id, min(tokens, request.num_prompt_tokens))
+        if key is not None:
+            tokens = min(tokens, request.num_prompt_tokens)
+        else:
+            key = wanted_transfer_id(params, request.request_id), self._next_generation()
+            self._offers.append(self._offer_job(request, key, tokens, tables))
+        answer = offer_params(
+            transfer_id=key[0],
+            generation=key[1],
+            request_id=request.request_id,
+            engine_id=self.shape.engine_id,
+            tokens=tokens,
+            block_ids=tables,
+            ranks=self.daemons.addresses(),
+            tp_size=self.shape.tp_size,
+        )
+        self._held[request.request_id] = held
+        self._held_blocks += held
+        return True, answer
+
+    def _offer_job(
+        self, request: Any, key: tuple[str, int], tokens: int, tables: Sequence[Sequence[int]]
+    ) -> OfferJob:
         digest = prompt_digest(request, tokens)
         positions = digest.boundaries(self.shape.block_size, tokens)
-        transfer_id = wanted_transfer_id(params, request.request_id)
-        self._generation += 1
-        job = OfferJob(
+        return OfferJob(
             req_id=request.request_id,
-            transfer_id=transfer_id,
-            generation=self._generation,
+            transfer_id=key[0],
+            generation=key[1],
             tokens=tokens,
             blocks=tuple(
                 pack_blocks(None if block == NULL_BLOCK_ID else block for block in table)
@@ -345,20 +402,6 @@ class SchedulerHalf:
             positions=pack_u32(positions),
             digests=b"".join(digest.at(positions)),
         )
-        answer = offer_params(
-            transfer_id=transfer_id,
-            generation=self._generation,
-            request_id=request.request_id,
-            engine_id=self.shape.engine_id,
-            tokens=tokens,
-            block_ids=tables,
-            ranks=self.daemons.addresses(),
-            tp_size=self.shape.tp_size,
-        )
-        self._offers.append(job)
-        self._held[request.request_id] = held
-        self._held_blocks += held
-        return True, answer
 
     def _not_offered(self, request: Any) -> tuple[str, str] | None:
         problem = self.daemons.problem()
@@ -369,9 +412,12 @@ class SchedulerHalf:
 
     # --- each step --------------------------------------------------------------------------
 
-    def take_jobs(self) -> StepJobs:
+    def take_jobs(self, scheduler_output: Any = None) -> StepJobs:
         """The jobs since the last call; empty ones too, so that workers see each step."""
         self._seq += 1
+        if scheduler_output is not None:
+            self._streams.observe(scheduler_output)
+        opens, steps, revokes, finishes = self._streams.take()
         jobs = StepJobs(
             seq=self._seq,
             fetches=tuple(self._fetches),
@@ -379,6 +425,10 @@ class SchedulerHalf:
             cancels=tuple(self._cancels),
             releases=tuple(self._releases),
             revoke_all=self._revoke_all,
+            revokes=revokes,
+            opens=opens,
+            steps=steps,
+            finishes=finishes,
         )
         self._fetches.clear()
         self._offers.clear()
@@ -413,6 +463,7 @@ class SchedulerHalf:
             "offers": len(self._held),
             "receiving": len(self._receiving),
             "planned": len(self._plans),
+            "streams": len(self._streams),
             "waiting": self.daemons.waiting,
             **{f"noted_{kind}": count for kind, count in self.tally.counts.items()},
         }

@@ -22,6 +22,11 @@ class ShimSettings:
     """"connect" to a running daemon, or "spawn" one as a child of each worker."""
     spawn: Mapping[str, Any] = field(default_factory=dict)
     """Settings of a spawned daemon, by their names."""
+    send_type: str = "put_async"
+    """When prefill's KV may go: "get" after prefill has ended, "put_async" while it computes."""
+    stream_unit: str = "chunk"
+    """What goes at once: a "chunk", after each prefill step, or a "layer", which hooks into the
+    forward pass and so rules out full CUDA graphs."""
     lease_s: float = 30.0
     """How long the producer holds blocks that nobody fetches."""
     fetch_deadline_s: float = 30.0
@@ -91,6 +96,8 @@ def _mapping(value: object) -> str:
 _CHECKS: dict[str, Callable[[object], str]] = {
     "socket": _text,
     "daemon": _one_of("connect", "spawn"),
+    "send_type": _one_of("get", "put_async"),
+    "stream_unit": _one_of("chunk", "layer"),
     "spawn": _mapping,
     "lease_s": _seconds(0.1, 86_400),
     "fetch_deadline_s": _seconds(0.1, 86_400),
@@ -104,3 +111,8 @@ _CHECKS: dict[str, Callable[[object], str]] = {
     "model_name": _text,
     "log_level": _one_of("debug", "info", "warning", "error"),
 }
+
+
+def hooks_layers(extra: Mapping[str, Any]) -> bool:
+    """Whether these settings hook into the forward pass at each attention layer."""
+    return extra.get("stream_unit") == "layer" and extra.get("send_type", "put_async") != "get"

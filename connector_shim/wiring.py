@@ -17,7 +17,7 @@ from connector_shim.scheduler import EngineShape, SchedulerHalf
 from connector_shim.settings import ShimSettings
 from connector_shim.spawn import private_socket_path
 from connector_shim.worker import WorkerHalf
-from kvd.protocol.types import Rank
+from kvd.protocol.types import Rank, Role
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,6 +25,15 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("vllm.kvd")
+
+_ROLES: dict[str | None, Role] = {
+    "kv_producer": "producer",
+    "kv_consumer": "consumer",
+    "kv_both": "both",
+    None: "both",
+}
+FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
+"""Groups whose blocks stay with a request until it ends, so that they may be read meanwhile."""
 
 
 def build_scheduler_half(
@@ -43,6 +52,9 @@ def build_scheduler_half(
         num_blocks=int(kv_cache_config.num_blocks),
         pp_size=int(parallel.pipeline_parallel_size),
         tp_size=int(parallel.tensor_parallel_size),
+        full_attention=all(
+            type(group.kv_cache_spec).__name__ in FULL_ATTENTION for group in groups
+        ),
     )
     return SchedulerHalf(shape, settings)
 
@@ -120,7 +132,7 @@ def _client(worker: WorkerHalf, vllm_config: Any, keeper: DaemonKeeper | None) -
         keeper.path if keeper is not None else settings.socket or None,
         engine_id=_engine_id(vllm_config),
         rank=worker.rank,
-        role="both",
+        role=_ROLES[vllm_config.kv_transfer_config.kv_role],
         client=f"vllm {_vllm_version()}",
         local_rank=_local_rank(vllm_config),
         connect_timeout_s=settings.connect_timeout_s,

@@ -16,13 +16,11 @@ from typing import Protocol
 from connector_shim.errors import ClientError
 from connector_shim.events import Down, Event, Up
 from connector_shim.jobs import (
-    Address,
     Drained,
     FetchJob,
     OfferJob,
     RankId,
     RankState,
-    RankTable,
     ReleaseJob,
     StepJobs,
     unpack_u32,
@@ -31,6 +29,7 @@ from connector_shim.keeper import DaemonKeeper
 from connector_shim.memory import MemoryDescription
 from connector_shim.reports import Reports
 from connector_shim.settings import ShimSettings
+from connector_shim.streamed import StreamedOffers
 from connector_shim.tally import Tally
 from connector_shim.telemetry import Telemetry
 from kvd.protocol.codes import Code
@@ -63,6 +62,20 @@ class WorkerClient(Protocol):
         tokens: int | None = None,
         lease_s: float,
     ) -> None: ...
+    def extend_blocks(
+        self, transfer_id: str, generation: int, *, group: int, first: int, blocks: Sequence[int]
+    ) -> bool: ...
+    def extend(
+        self,
+        transfer_id: str,
+        generation: int,
+        *,
+        tokens: int,
+        first_layer: int = 0,
+        num_layers: int = 0,
+    ) -> bool: ...
+    def seal(self, transfer_id: str, generation: int, *, tokens: int) -> bool: ...
+    def revoke(self, transfer_id: str, generation: int) -> bool: ...
     def revoke_all(self) -> object: ...
     def fetch(
         self,
@@ -111,6 +124,7 @@ class WorkerHalf:
         self._last_seq = 0
         self._detail = "not registered yet"
         self._num_tables = num_groups
+        self._streaming = StreamedOffers(self.reports, self.tally, settings)
         self._asked: dict[str, tuple[float, float]] = {}
         """When each fetch was asked for, and when it is overdue."""
         self._shut = False
@@ -127,6 +141,7 @@ class WorkerHalf:
         self._client = client
         self._keeper = keeper
         self._num_tables = memory.num_groups
+        self._streaming.start(client, memory)
         client.describe(memory)
         settings = self.settings
         end = self._clock() + (settings.spawn_wait_s if keeper else settings.connect_timeout_s)
@@ -163,7 +178,10 @@ class WorkerHalf:
         if self._shut or jobs.seq <= self._last_seq:
             return
         self._last_seq = jobs.seq
+        # Before the forward of this step, and before anything else: it may write those blocks.
+        self._streaming.revoke(jobs.revokes)
         self._poll()
+        self._streaming.step(jobs, usable=self.state().up)
         for offer in jobs.offers:
             self._offer(offer)
         if jobs.revoke_all and self._client is not None:
@@ -176,6 +194,16 @@ class WorkerHalf:
             self._release(release)
         # What was just queued goes out now, not after the forward.
         self._poll()
+
+    def layer_saved(self, layer: str) -> None:
+        """The forward has computed one layer's attention: its KV of this step is there."""
+        if not self._shut and self._streaming.layer_saved(layer):
+            self._poll()
+
+    def forward_done(self) -> None:
+        """The step's forward has run: what it computed may be read."""
+        if not self._shut and self._streaming.forward_done():
+            self._poll()
 
     def drain(self) -> Drained:
         """What this step has to tell vLLM, each thing once."""
@@ -212,8 +240,9 @@ class WorkerHalf:
         if not self.reports.receive_started(job.req_id, fetch_id, tables):
             self.tally.note("fetch_twice", f"request {job.req_id!r}", logging.ERROR)
             return
+        settings = self.settings
         client, problem = self._usable()
-        address = _address(job.ranks, self.rank_id)
+        address = _address(job, self.rank_id)
         problem = job.doomed or problem
         if client is None or problem or address is None:
             self.tally.note("fetch_not_tried", problem or "no address for this rank")
@@ -222,7 +251,7 @@ class WorkerHalf:
         try:
             client.fetch(
                 job.transfer_id,
-                remote=PeerAddr(*address),
+                remote=address,
                 engine_id=job.engine_id,
                 start=job.start,
                 end=job.end,
@@ -230,7 +259,8 @@ class WorkerHalf:
                 digest=job.digest,
                 generation=job.generation,
                 deadline_s=self.settings.fetch_deadline_s,
-                park_s=self.settings.park_s,
+                # Both engines were asked at once: the producer has its own queue to go through.
+                park_s=settings.park_s if job.bootstrap is None else settings.fetch_deadline_s,
                 fetch_id=fetch_id,
             )
         except ClientError as error:
@@ -280,14 +310,14 @@ class WorkerHalf:
 
     def _release(self, job: ReleaseJob) -> None:
         client, problem = self._usable()
-        address = _address(job.ranks, self.rank_id)
+        address = _address(job, self.rank_id)
         if client is None or problem or address is None:
             self.tally.note("release_not_sent", problem or "no address for this rank")
             return
         send = partial(
             client.release,
             job.transfer_id,
-            remote=PeerAddr(*address),
+            remote=address,
             engine_id=job.engine_id,
             generation=job.generation,
         )
@@ -366,5 +396,7 @@ class WorkerHalf:
             self.tally.note(f"{what}_{error.code}", error.detail)
 
 
-def _address(ranks: RankTable, rank_id: RankId) -> Address | None:
-    return next((address for rank, address in ranks if rank == rank_id), None)
+def _address(job: FetchJob | ReleaseJob, rank_id: RankId) -> PeerAddr | None:
+    if job.bootstrap is not None:
+        return PeerAddr(*job.bootstrap, rank_id)
+    return next((PeerAddr(*address) for rank, address in job.ranks if rank == rank_id), None)

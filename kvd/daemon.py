@@ -25,6 +25,7 @@ from kvd.http import HttpServer
 from kvd.local.listener import BindError, Listener, bind, from_systemd
 from kvd.local.server import LocalServer
 from kvd.metrics import Metrics
+from kvd.peers.bootstrap import answer as bootstrap_answer
 from kvd.peers.client import PeerOptions
 from kvd.peers.identity import identify
 from kvd.peers.link_server import LinkServer
@@ -75,7 +76,8 @@ class Daemon:
         self._executor = ThreadPoolExecutor(MEMORY_THREADS, thread_name_prefix="kvd-memory")
         self._context = zmq.asyncio.Context()
         self._context.set(zmq.MAX_SOCKETS, SOCKETS_PER_PEER * settings.max_peers + 64)
-        self._http = HttpServer(metrics, ready=self._not_ready)
+        self._http = HttpServer(metrics, ready=self._not_ready, bootstrap=self._bootstrap)
+        self._bootstrap_http = HttpServer(metrics, ready=self._not_ready, bootstrap=self._bootstrap)
         self._data = DataPlane(settings, metrics)
         self._server = PeerServer(
             self._context,
@@ -103,6 +105,8 @@ class Daemon:
         self._data.start()
         if settings.metrics_at is not None:
             await self._http.start(settings.metrics_at)
+        if settings.bootstrap_at is not None:
+            await self._bootstrap_http.start(settings.bootstrap_at, "bootstrap")
 
         self._core = Core(
             settings.core(),
@@ -176,6 +180,9 @@ class Daemon:
             "listen": str(bound),
             "advertise": str(self.advertise),
             "metrics": "" if self._http.address is None else str(self._http.address),
+            "bootstrap": (
+                "" if self._bootstrap_http.address is None else str(self._bootstrap_http.address)
+            ),
             "data_port": self._data.port,
         }
         log.info("started", daemon_id=self.identity.daemon_id, **self.addresses)
@@ -213,6 +220,7 @@ class Daemon:
         for task in self._background:
             task.cancel()
         await self._http.aclose()
+        await self._bootstrap_http.aclose()
         await self._data.aclose()
         if not await self._tasks.wait(STOP_TIMEOUT_S):
             await self._tasks.cancel()
@@ -243,6 +251,11 @@ class Daemon:
         if self.draining:
             reasons[str(Code.DRAINING)] = "nothing new is taken"
         return reasons
+
+    def _bootstrap(self) -> dict[str, Any]:
+        if not self.serving or self.draining:
+            return {}
+        return bootstrap_answer(self._core.producers(), self.advertise)
 
     def _gauges(self) -> None:
         metrics, now = self.metrics, self._core.statistics()

@@ -21,6 +21,7 @@ from aiohttp import web
 from kvd.addresses import HostPort
 from kvd.local.listener import BindError
 from kvd.metrics import Metrics
+from kvd.peers.bootstrap import PATH
 from kvd.protocol.codes import Code
 
 log = structlog.get_logger("kvd.http")
@@ -78,12 +79,14 @@ class HttpServer:
         *,
         ready: Reasons,
         healthy: Reasons = dict,
+        bootstrap: Callable[[], Mapping[str, object]] = dict,
         connection_s: float = CONNECTION_S,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         self._metrics = metrics
         self._ready = ready
         self._healthy = healthy
+        self._bootstrap = bootstrap
         self._connection_s = connection_s
         self._max_connections = max_connections
         self._open: set[_Bounded] = set()
@@ -97,13 +100,14 @@ class HttpServer:
         """Connections that are open now."""
         return len(self._open)
 
-    async def start(self, at: HostPort) -> HostPort:
-        """Listens; returns the bound address. Raises BindError."""
-        sock = bind_tcp("metrics", at)
+    async def start(self, at: HostPort, setting: str = "metrics") -> HostPort:
+        """Listens; returns the bound address. Raises BindError that names the setting."""
+        sock = bind_tcp(setting, at)
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_get("/metrics", self._get_metrics)
         app.router.add_get("/healthz", self._get_healthz)
         app.router.add_get("/readyz", self._get_readyz)
+        app.router.add_get(PATH, self._get_bootstrap)
         app.on_response_prepare.append(_one_request)
         self._runner = web.AppRunner(
             app,
@@ -158,6 +162,10 @@ class HttpServer:
 
     async def _get_readyz(self, _request: web.Request) -> web.Response:
         return _verdict("ready", self._ready)
+
+    async def _get_bootstrap(self, _request: web.Request) -> web.Response:
+        """Where this daemon's producers are, for routers that know no more than this address."""
+        return web.json_response(dict(self._bootstrap()))
 
 
 def _verdict(name: str, ask: Reasons) -> web.Response:

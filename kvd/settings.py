@@ -93,6 +93,11 @@ class Settings(BaseSettings):
         'host:port of /metrics, /healthz and /readyz; "" serves none',
         group="Addresses",
     )
+    bootstrap: str = _setting(
+        "",
+        'host:port where routers ask for the engines of this daemon (/query); "" serves none',
+        group="Addresses",
+    )
     discovery_file: str = _setting(
         "",
         'JSON file that says pid and bound addresses, written once the daemon is ready; "" is none',
@@ -265,7 +270,7 @@ class Settings(BaseSettings):
     def _listen(cls, value: str) -> str:
         return str(parse_bind(value))
 
-    @field_validator("data_listen", "metrics")
+    @field_validator("data_listen", "metrics", "bootstrap")
     @classmethod
     def _bind(cls, value: str) -> str:
         return str(parse_bind(value)) if value else ""
@@ -351,6 +356,10 @@ class Settings(BaseSettings):
     @property
     def metrics_at(self) -> HostPort | None:
         return parse_bind(self.metrics) if self.metrics else None
+
+    @property
+    def bootstrap_at(self) -> HostPort | None:
+        return parse_bind(self.bootstrap) if self.bootstrap else None
 
     @property
     def advertise_at(self) -> HostPort | None:

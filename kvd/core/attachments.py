@@ -89,7 +89,7 @@ class Attachments:
 
     def engine_gone(self, found: Peer, message: wire.EngineGone) -> None:
         for one in list(found.attachments):
-            if one.engine_id != message.engine_id or one.answer is None:
+            if one.answer is None or (one.answer.engine_id or one.engine_id) != message.engine_id:
                 continue
             if one.answer.engine_epoch == message.engine_epoch:
                 detail = f"engine {message.engine_id} left (epoch {message.engine_epoch})"
@@ -175,6 +175,7 @@ class Attachments:
                 rank=one.session.rank,
                 geometry=one.memory.geometry,
                 transports=transports,
+                any_engine=one.peer.addr.rank is not None,
             ),
         )
         return AttachState.ASKED

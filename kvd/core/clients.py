@@ -87,6 +87,7 @@ class Clients:
                 layers=list(memory.layers),
                 fence_slots=memory.fence_slots,
                 memory_key=session.id,
+                engine_id=session.engine_id,
             ),
         )
         self._ctx.record(
@@ -99,7 +100,9 @@ class Clients:
         )
 
     def _match(self, client: Client, message: peer.Attach) -> tuple[Session, Memory, str]:
-        candidates = self._sessions.producing(message.engine_id)
+        candidates = self._sessions.producing(
+            self._sessions.meant(message.engine_id, message.any_engine)
+        )
         if not candidates:
             raise Refusal(Code.UNKNOWN_ENGINE, f"no engine {message.engine_id} is registered here")
         session = next((one for one in candidates if same_rank(one.rank, message.rank)), None)

@@ -71,6 +71,8 @@ class Fetch:
     jobs: int = 0
     queued: bool = False
     received: int = 0
+    early: int = 0
+    """Bytes that had arrived when the producer said that the last of the range is valid."""
     granted_at: float = -1.0
     first_byte: float = -1.0
     last_byte: float = -1.0

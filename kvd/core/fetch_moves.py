@@ -19,7 +19,12 @@ _WAITING = (S.ASSEMBLING, S.CONNECTING, S.ATTACHING, S.ASKED)
 def _go(owner: Fetches, fetch: Fetch, _: object) -> FetchState:
     message = fetch.message
     if message.start == message.end:
-        release = peer.PeerRelease(message.transfer_id, message.generation, message.engine_id)
+        release = peer.PeerRelease(
+            message.transfer_id,
+            message.generation,
+            message.engine_id,
+            message.remote.rank is not None,
+        )
         owner.peers.notify(None, message.remote, release)
         return owner.tell(fetch)
     try:
@@ -63,9 +68,12 @@ def _granted_early(owner: Fetches, fetch: Fetch, grant: peer.Grant) -> FetchStat
 def _progress(owner: Fetches, fetch: Fetch, news: peer.Progress) -> FetchState:
     assert fetch.manifest is not None
     try:
+        before = fetch.manifest.offered
         fetch.manifest.extend(news.blocks, news.valid)
     except Refusal as refusal:
         return owner.failing(fetch, refusal)
+    if fetch.manifest.offered and not before:
+        fetch.early = fetch.received
     return S.MOVING
 
 

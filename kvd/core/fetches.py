@@ -138,6 +138,7 @@ class Fetches:
         fetch.manifest = manifest
         fetch.void = False
         fetch.granted_at = self.ctx.now
+        fetch.early = 0
         return self.tell(fetch) if manifest.complete else FetchState.MOVING
 
     def start_over(self, fetch: Fetch) -> FetchState:
@@ -205,6 +206,7 @@ class Fetches:
             transport=transport,
             tokens=tokens,
             nbytes=fetch.received,
+            early_bytes=fetch.early,
             seconds=self.ctx.now - fetch.asked_at,
             stages=stages,
         )

@@ -183,7 +183,9 @@ class Grants:
             else:
                 request.state = RequestState.HELD
             return
-        if offer is None and tomb is not None and wanted in (None, tomb.generation):
+        # A generation that was taken back may be followed by another: who named none waits for it.
+        over = tomb is not None and (wanted is not None or tomb.reason is not Code.REVOKED)
+        if offer is None and tomb is not None and over and wanted in (None, tomb.generation):
             raise Refusal(tomb.reason, f"{message.transfer_id}#{tomb.generation} has ended")
         newest = offer.generation if offer is not None else tomb.generation if tomb else -1
         if wanted is not None and wanted < newest:

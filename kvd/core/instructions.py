@@ -147,8 +147,9 @@ class Record:
     """Something an operator wants to see: one log line, and counters.
 
     Kinds and fields: `fetch_done` (code, fetch_id, transfer_id, generation, engine_id,
-    transport, tokens, nbytes, seconds, stages); `fetch_served` (code, fetch_id, transfer_id,
-    nbytes, transport); `offer_ended` (reason, transfer_id, generation, engine_id, fetches);
+    transport, tokens, nbytes, early_bytes, seconds, stages); `fetch_served` (code, fetch_id,
+    transfer_id, nbytes, transport); `offer_ended` (reason, transfer_id, generation, engine_id,
+    fetches);
     `refused` (code, what, detail); `attached` / `attach_failed` (attach_id, peer, transport,
     code, detail); `late` (what).
     """

@@ -26,7 +26,7 @@ from kvd.core.sessions import Session, Sessions
 from kvd.core.statistics import Snapshot, Statistics, snapshot, statistics
 from kvd.protocol import local, peer
 from kvd.protocol.codes import Code
-from kvd.protocol.types import PeerAddr
+from kvd.protocol.types import PeerAddr, Rank
 
 
 def _ticket() -> bytes:
@@ -216,12 +216,20 @@ class Core:
             run(session, event.message)
 
     def _release(self, session: Session, m: local.Release) -> None:
-        message = peer.PeerRelease(m.transfer_id, m.generation, m.engine_id)
+        message = peer.PeerRelease(
+            m.transfer_id, m.generation, m.engine_id, m.remote.rank is not None
+        )
         self.peers.notify(session, m.remote, message)
 
     def _renew(self, session: Session, m: local.Renew) -> None:
-        message = peer.PeerRenew(m.transfer_id, m.generation, m.engine_id)
+        message = peer.PeerRenew(
+            m.transfer_id, m.generation, m.engine_id, m.remote.rank is not None
+        )
         self.peers.notify(session, m.remote, message)
+
+    def producers(self) -> list[tuple[str, Rank]]:
+        """Engine id and rank of every registered session that may offer, the newest first."""
+        return self.sessions.producers()
 
     # --- peers (we consume) -----------------------------------------------------------------
 
@@ -276,11 +284,13 @@ class Core:
         self.grants.client_left(client, failure_code(event.code))
 
     def _peer_release(self, client: Client, m: peer.PeerRelease) -> None:
-        code = self.offers.release(m.engine_id, m.transfer_id, m.generation)
+        engine_id = self.sessions.meant(m.engine_id, m.any_engine)
+        code = self.offers.release(engine_id, m.transfer_id, m.generation)
         self.ctx.to_client(client.id, peer.NotifyResult(m.transfer_id, "release", str(code)))
 
     def _peer_renew(self, client: Client, m: peer.PeerRenew) -> None:
-        code = self.offers.renew(m.engine_id, m.transfer_id, m.generation)
+        engine_id = self.sessions.meant(m.engine_id, m.any_engine)
+        code = self.offers.renew(engine_id, m.transfer_id, m.generation)
         self.ctx.to_client(client.id, peer.NotifyResult(m.transfer_id, "renew", str(code)))
 
     # --- data -------------------------------------------------------------------------------

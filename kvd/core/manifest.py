@@ -141,6 +141,11 @@ class Manifest:
                     group.tokens[i] = max(group.tokens[i], mark.tokens)
                 self._advance(group, low, high)
 
+    @property
+    def offered(self) -> bool:
+        """Whether the producer has said that the whole range is valid in every layer."""
+        return all(min(group.tokens, default=self._end) >= self._end for group in self._groups)
+
     def _advance(self, group: _GroupManifest, low: int, high: int) -> None:
         known = len(group.src) // 4
         for i in range(low, high):

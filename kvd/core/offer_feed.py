@@ -111,6 +111,7 @@ class OfferFeed:
         if self._short_of_blocks(offer, message.tokens, 0, num_layers):
             return
         offer.sealed = message.tokens
+        self._offers.sealed(offer)
         self._grants.offer_grew(offer, offer.valid.raise_to(0, num_layers, message.tokens))
 
     def _short_of_blocks(self, offer: Offer, tokens: int, first: int, stop: int) -> bool:

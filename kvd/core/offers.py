@@ -169,7 +169,8 @@ class Offers:
             message.slot,
             message.word,
             lease,
-            self.ctx.now + lease,
+            # Prefill may take long: the lease runs from its end, and until then this bounds it.
+            self.ctx.now + self.ctx.config.lease_max_s,
             Watermarks(len(memory.layers)),
             [bytearray() for _ in memory.groups],
         )
@@ -317,6 +318,12 @@ class Offers:
         )
         return OfferState.ENDED
 
+    def sealed(self, offer: Offer) -> None:
+        """It is complete: the lease begins."""
+        offer.lease_until = self.ctx.now + offer.lease_s
+        if offer.state is OfferState.LEASED:
+            self.hold_until(offer, offer.lease_until)
+
     def hold_until(self, offer: Offer, when: float) -> None:
         self.ctx.deadlines.set(offer.key, when)
 
@@ -347,7 +354,8 @@ def _last_closed(offers: Offers, offer: Offer, failed: bool) -> OfferState:
 @OFFERS.on(OfferState.SERVING, OfferEvent.RENEWED)
 @OFFERS.on(OfferState.LINGERING, OfferEvent.RENEWED)
 def _renewed(offers: Offers, offer: Offer, _: object) -> OfferState:
-    offer.lease_until = offers.ctx.now + offer.lease_s
+    if offer.sealed is not None:
+        offer.lease_until = offers.ctx.now + offer.lease_s
     if offer.state is not OfferState.SERVING:
         current = offers.ctx.deadlines.get(offer.key) or 0.0
         offers.hold_until(offer, max(current, offer.lease_until))

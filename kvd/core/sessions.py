@@ -186,6 +186,23 @@ class Sessions:
         ]
         return sorted(found, key=lambda session: (-session.epoch, -session.id))
 
+    def producers(self) -> list[tuple[str, Rank]]:
+        """Engine id and rank of all live, registered producers, the newest epoch first."""
+        found = [
+            session
+            for session in self.by_id.values()
+            if session.alive and session.memory is not None and session.produces
+        ]
+        found.sort(key=lambda session: (-session.epoch, -session.id))
+        return [(session.engine_id, session.rank) for session in found]
+
+    def meant(self, engine_id: str, any_engine: bool) -> str:
+        """The engine that a peer means; with `any_engine` the id may be of an earlier life."""
+        if not any_engine or self.producing(engine_id):
+            return engine_id
+        others = {one for one, _ in self.producers()}
+        return others.pop() if len(others) == 1 else engine_id
+
     def _turn_away(self, session: Session, code: Code, detail: str) -> None:
         self._ctx.refused(code, "SessionOpened", f"{session.engine_id}: {detail}")
         self._ctx.emit(SendShim(session.id, local.Refused(str(code), detail)))

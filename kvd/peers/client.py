@@ -24,7 +24,7 @@ from kvd.addresses import Network
 from kvd.core import events
 from kvd.drops import Drops
 from kvd.errors import KvdError, ProtocolError
-from kvd.peers import wire
+from kvd.peers import bootstrap, wire
 from kvd.peers.identity import Identity
 from kvd.peers.link import LinkClient
 from kvd.peers.resolve import candidates, tcp_url
@@ -79,6 +79,7 @@ class PeerClient:
         drops: Drops,
     ) -> None:
         self.address = address
+        self._target = address
         self.ip = ""
         """The numeric address that we talk to, while up."""
         self.link: LinkClient | None = None
@@ -151,7 +152,8 @@ class PeerClient:
     # --- one connection -------------------------------------------------------------------
 
     async def _live(self) -> None:
-        options, address = self._options, self.address
+        options = self._options
+        address = await self._locate()
         ips = await candidates(address.host, address.port, options.allow, options.connect_timeout_s)
         for ip in ips:
             try:
@@ -177,6 +179,15 @@ class PeerClient:
         self._feed(events.PeerUp(address, welcome.daemon_id, self._boot_id, same_host))
         await self._unless_broken(self._stay())
 
+    async def _locate(self) -> PeerAddr:
+        """Where the peer listens now: a bootstrap service is asked at each attempt."""
+        options = self._options
+        self._target = self.address
+        if self.address.rank is not None:
+            timeout_s = options.connect_timeout_s
+            self._target = await bootstrap.locate(self.address, options.allow, timeout_s)
+        return self._target
+
     async def _handshake(self, ip: str) -> peer.PeerWelcome:
         options = self._options
         loop = asyncio.get_running_loop()
@@ -188,7 +199,7 @@ class PeerClient:
         self._monitor = dealer.get_monitor_socket(ENDINGS)
         self._watcher = asyncio.ensure_future(self._guard(self._watch(self._monitor)))
         try:
-            dealer.connect(tcp_url(ip, self.address.port))
+            dealer.connect(tcp_url(ip, self._target.port))
         except zmq.ZMQError as e:
             raise PeerProblem(f"{self.address}: {error_text(e)}", Code.PEER_UNREACHABLE) from None
         identity = options.identity

@@ -300,13 +300,4 @@ FromShim = (
     | Ping
     | Bye
 )
-ToShim = (
-    Welcome
-    | Refused
-    | Registered
-    | OfferEnded
-    | FetchDone
-    | NotifyDone
-    | Pong
-    | State
-)
+ToShim = Welcome | Refused | Registered | OfferEnded | FetchDone | NotifyDone | Pong | State

@@ -50,7 +50,8 @@ class PeerHello(PeerMessage, frozen=True):
 class Attach(PeerMessage, frozen=True):
     """Binds a consumer engine's rank to a producer engine's: checked before any data moves.
 
-    `transports`: what the consumer can use, best first.
+    `transports`: what the consumer can use, best first. `any_engine`: the id may be of an earlier
+    life of the engine; where just one other producer is registered, that one is meant.
     """
 
     attach_id: Id
@@ -60,6 +61,7 @@ class Attach(PeerMessage, frozen=True):
     rank: Rank
     geometry: Geometry
     transports: list[str]
+    any_engine: bool = False
 
 
 class Detach(PeerMessage, frozen=True):
@@ -92,12 +94,14 @@ class PeerRelease(PeerMessage, frozen=True):
     transfer_id: Id
     generation: U63 | None
     engine_id: Id
+    any_engine: bool = False
 
 
 class PeerRenew(PeerMessage, frozen=True):
     transfer_id: Id
     generation: U63 | None
     engine_id: Id
+    any_engine: bool = False
 
 
 class Heartbeat(PeerMessage, frozen=True):
@@ -134,6 +138,7 @@ class AttachOk(PeerMessage, frozen=True):
     """`transport` is the producer's choice among those offered.
 
     `data_port`: where `tcp` connects, on the host that the consumer already talks to.
+    `engine_id`: the engine that was found, where any was asked for.
     `memory_key`: names the producer engine's memory on the same-host link.
     """
 
@@ -146,6 +151,7 @@ class AttachOk(PeerMessage, frozen=True):
     fence_slots: U32
     memory_key: U63
     data_port: Port | None = None
+    engine_id: str = ""
 
 
 class AttachRefused(PeerMessage, frozen=True):
@@ -214,14 +220,7 @@ class HeartbeatAck(PeerMessage, frozen=True):
 
 
 ToProducer = (
-    PeerHello
-    | Attach
-    | Detach
-    | FetchReq
-    | FetchClose
-    | PeerRelease
-    | PeerRenew
-    | Heartbeat
+    PeerHello | Attach | Detach | FetchReq | FetchClose | PeerRelease | PeerRenew | Heartbeat
 )
 ToConsumer = (
     PeerWelcome

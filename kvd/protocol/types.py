@@ -30,14 +30,19 @@ class Struct(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PeerAddr(Struct, frozen=True):
-    """Where a daemon's ROUTER listens. IPv6 hosts are written without brackets."""
+    """Where a daemon's ROUTER listens. IPv6 hosts are written without brackets.
+
+    With `rank` (pp, tp) it is a bootstrap service instead: HTTP, to be asked where that rank's
+    daemon listens now, and which engine is there.
+    """
 
     host: Host
     port: Port
+    rank: tuple[U32, U32] | None = None
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
+        return f"{host}:{self.port}" + ("" if self.rank is None else " (bootstrap)")
 
 
 class Rank(Struct, frozen=True):

@@ -532,7 +532,7 @@ class TwoDaemons(RuleBasedStateMachine):
             self.world.settle()
             if not self.d.pulls:
                 break
-        self.world.advance(CONFIG.fetch_max_s + CONFIG.attach_timeout_s + 40.0)
+        self.world.advance(CONFIG.fetch_max_s + CONFIG.attach_timeout_s + CONFIG.lease_max_s)
         assert not self.wanted, "a fetch was never told its end"
         assert not self.offers, "an offer was never told its end"
         for node in (self.p, self.d):

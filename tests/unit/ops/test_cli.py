@@ -191,9 +191,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", ["demo", "bench"])
-def test_demo_and_bench_read_their_own_line(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_and_bench_read_their_own_line(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import kvd.bench
     import kvd.demo
 

@@ -159,9 +159,7 @@ def test_service_links_of_kubernetes_are_no_mistakes() -> None:
         ("max_jobs_per_fetch", "9", "must not be above max_jobs (8), got 9"),
     ],
 )
-def test_bad_values_are_named_by_their_source(
-    name: str, value: str, says: str, toml: Path
-) -> None:
+def test_bad_values_are_named_by_their_source(name: str, value: str, says: str, toml: Path) -> None:
     for flags, env, label in (
         ({name: value}, {}, f"--{name.replace('_', '-')}: "),
         ({}, {f"KVD_{name.upper()}": value}, f"KVD_{name.upper()}: "),

@@ -187,9 +187,10 @@ def test_the_set_up_is_done_once_and_again_when_it_changes(tmp_path: Path) -> No
 
 @needs_make
 def test_arguments_reach_the_demo(no_venv: str) -> None:
-    assert "kvd demo --config transport=tcp" in make(
-        "-n", "demo", no_venv, "ARGS=--config transport=tcp"
-    ).stdout
+    assert (
+        "kvd demo --config transport=tcp"
+        in make("-n", "demo", no_venv, "ARGS=--config transport=tcp").stdout
+    )
 
 
 @needs_make

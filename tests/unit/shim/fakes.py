@@ -218,6 +218,45 @@ class FakeClient:
             "lease_s": lease_s,
         }
 
+    def extend_blocks(
+        self, transfer_id: str, generation: int, *, group: int, first: int, blocks: Sequence[int]
+    ) -> bool:
+        self._call("extend_blocks", transfer_id, generation, group, first)
+        offer = self.offered.get((transfer_id, generation))
+        if offer is None:
+            return False
+        table = offer["blocks"][group]
+        assert len(table) == first
+        table += blocks
+        return True
+
+    def extend(
+        self,
+        transfer_id: str,
+        generation: int,
+        *,
+        tokens: int,
+        first_layer: int = 0,
+        num_layers: int = 0,
+    ) -> bool:
+        self._call("extend", transfer_id, generation, tokens, first_layer, num_layers)
+        return (transfer_id, generation) in self.offered
+
+    def seal(self, transfer_id: str, generation: int, *, tokens: int) -> bool:
+        self._call("seal", transfer_id, generation, tokens)
+        offer = self.offered.get((transfer_id, generation))
+        if offer is None:
+            return False
+        offer["tokens"] = tokens
+        return True
+
+    def revoke(self, transfer_id: str, generation: int) -> bool:
+        self._call("revoke", transfer_id, generation)
+        if (transfer_id, generation) not in self.offered:
+            return False
+        self.end_offer(transfer_id, generation, Code.REVOKED)
+        return True
+
     def revoke_all(self) -> int:
         self._call("revoke_all")
         for transfer_id, generation in list(self.offered):

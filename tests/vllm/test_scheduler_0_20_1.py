@@ -1,4 +1,4 @@
-"""The life cycles of test_scheduler_lifecycle.py against the real scheduler of vLLM 0.20.1.
+"""test_scheduler_lifecycle.py and test_streaming.py against the real scheduler of vLLM 0.20.1.
 
 The oldest supported version cannot be installed beside the current one, but its Python part runs:
 a process of its own gets it from the unpacked wheel.
@@ -39,6 +39,7 @@ def test_life_cycles_on_the_oldest_version() -> None:
     command = [
         sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider",
         str(Path(__file__).with_name("test_scheduler_lifecycle.py")),
+        str(Path(__file__).with_name("test_streaming.py")),
     ]  # fmt: skip
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=840, check=False
@@ -47,7 +48,7 @@ def test_life_cycles_on_the_oldest_version() -> None:
     assert done.returncode == 0, output
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed, output
-    assert int(passed[1]) >= 46, output
+    assert int(passed[1]) >= 56, output
     # What is left out is what that version cannot do, and nothing else.
     skipped = [int(n) for n in re.findall(r"SKIPPED \[(\d+)\].*several groups", done.stdout)]
     assert sum(skipped) == len(re.findall(r"s(?=[.s]*\s*\[100%\])", done.stdout)) == 6, output

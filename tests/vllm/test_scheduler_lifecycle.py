@@ -34,7 +34,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(model: Path) -> MakeEngine:
-    return lambda **options: Engine(model, **options)
+    """Engines that offer KV after prefill; test_streaming.py has the others."""
+    return lambda **options: Engine(model, **{"send_type": "get", **options})
 
 
 def fetch_of(engine: Engine) -> tuple[str, dict[str, Any]]:

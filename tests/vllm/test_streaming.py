@@ -132,6 +132,7 @@ def test_an_offer_that_ended_early_holds_nothing(make: MakeEngine) -> None:
     engine.step()
     engine.client.end_offer(*the_offer(engine)[0], Code.DAEMON_GONE)
     engine.run()
+    engine.step()
     assert "seal" not in engine.client.names()
     assert engine.is_empty()
 

@@ -138,11 +138,11 @@ def test_an_offer_that_ended_early_holds_nothing(make: MakeEngine) -> None:
 
 
 def test_preemption_revokes_first_and_resumes_as_a_new_generation(make: MakeEngine) -> None:
-    engine = make(num_blocks=7, max_num_seqs=2)
+    engine = make(num_blocks=8, max_num_seqs=2)
     first = engine.add("p-1", PROMPT[:30], None, max_tokens=40)
     engine.step()
     engine.step()
-    second = engine.add("p-2", [7] * 45, dict(WANTED), max_tokens=4)
+    second = engine.add("p-2", [7] * 45, dict(WANTED), max_tokens=30)
     for _ in range(200):
         before = len(engine.client.calls)
         decision = engine.step()

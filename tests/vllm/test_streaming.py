@@ -138,7 +138,7 @@ def test_an_offer_that_ended_early_holds_nothing(make: MakeEngine) -> None:
 
 
 def test_preemption_revokes_first_and_resumes_as_a_new_generation(make: MakeEngine) -> None:
-    engine = make(num_blocks=8, max_num_seqs=2)
+    engine = make(num_blocks=8, max_num_seqs=2, max_held_fraction=1)
     first = engine.add("p-1", PROMPT[:30], None, max_tokens=40)
     engine.step()
     engine.step()

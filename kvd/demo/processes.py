@@ -1,8 +1,8 @@
 """Owns the demo's child processes: each in a session of its own, each with a log, none left over.
 
 A child is ended by its own id, in steps that each have a deadline: SIGTERM to the leader, then
-SIGKILL to its process group. The leader is not reaped before its group is empty, so the group's id
-cannot be taken by anybody else meanwhile.
+SIGKILL to the members of its process group. The leader is not reaped before its group is empty,
+and the members are stopped before they are killed, so that no id is anybody else's meanwhile.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 SHM = "/dev/shm/"  # noqa: S108 - this is where shared memory is, not a temporary file
 POLL_S = 0.05
+LEFT_BEHIND_S = 3.0
+TRACKER_S = 10.0
+TRACKER = "multiprocessing.resource_tracker"
 
 
 @dataclass(slots=True)
@@ -141,18 +144,34 @@ class Children:
 
     async def _finish(self, child: Child) -> None:
         await self._until(lambda: not child.alive(), child.grace_s)
-        # What the leader left behind (a resource tracker, say) cleans up and goes by itself.
-        await self._until(lambda: not _members(child.pid), 3.0)
-        if child.alive() or _members(child.pid):
-            child.shared |= shared_memory_of(child.pid)
-            _signal(child.pid, signal.SIGKILL, group=True)
-            await self._until(lambda: not _members(child.pid), 10.0, patient=True)
+        # What the leader left behind mostly goes by itself.
+        await self._until(lambda: not _members(child.pid), LEFT_BEHIND_S)
+        if _members(child.pid) or child.alive():
+            self._kill(child)
+            gone = await self._until(lambda: not _members(child.pid), TRACKER_S, patient=True)
+            if not gone:
+                _signal(child.pid, signal.SIGKILL, group=True)
+                await self._until(lambda: not _members(child.pid), TRACKER_S, patient=True)
         # Killed by us just now or dead already: this only reaps.
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.popen.wait(timeout=5.0)
         for name in child.shared:
             with contextlib.suppress(OSError):
                 os.unlink(SHM + name)
+
+    @staticmethod
+    def _kill(child: Child) -> None:
+        """SIGKILL for the whole group but multiprocessing's resource trackers.
+
+        A tracker knows names in /dev/shm that nobody has mapped yet or any more. It ignores
+        SIGTERM, and removes them once the others are gone.
+        """
+        # Stopped first, so that nothing is made between looking and killing.
+        _signal(child.pid, signal.SIGSTOP, group=True)
+        child.shared |= shared_memory_of(child.pid)
+        for pid in _members(child.pid):
+            tracker = TRACKER in _command_line(pid)
+            _signal(pid, signal.SIGCONT if tracker else signal.SIGKILL, group=False)
 
     async def _until(
         self, condition: Callable[[], bool], timeout: float, *, patient: bool = False
@@ -194,6 +213,13 @@ def _members(group: int) -> list[int]:
         if int(pgrp) == group and state not in "ZX":
             found.append(int(entry.name))
     return found
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _die_with_parent() -> None:

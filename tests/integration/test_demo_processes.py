@@ -115,6 +115,27 @@ async def test_shared_memory_of_a_killed_child_is_removed(
         path.unlink(missing_ok=True)
 
 
+async def test_a_resource_tracker_may_finish_its_work(children: Children, tmp_path: Path) -> None:
+    """What only the tracker knows of (made, and unmapped since) goes as well."""
+    path = Path(f"/dev/shm/kvd-demo-test-{uuid.uuid4().hex}")
+    code = (
+        "import os, sys\n"
+        "from multiprocessing import resource_tracker\n"
+        "resource_tracker.register('/' + os.path.basename(sys.argv[1]), 'shared_memory')\n"
+        "open(sys.argv[1], 'w').close()\n"
+    )
+    try:
+        child = await start(
+            children, tmp_path, IGNORES_TERM + code + SAYS_READY + WAITS, str(path), grace=0.2
+        )
+        assert path.exists()
+        assert shared_memory_of(child.pid) == set()
+        await children.stop(child)
+        assert not path.exists()
+    finally:
+        path.unlink(missing_ok=True)
+
+
 async def test_children_go_with_a_demo_that_is_killed(children: Children, tmp_path: Path) -> None:
     code = (
         "import pathlib, sys\n"

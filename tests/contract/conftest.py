@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
 
 from tests.contract.harness import HARNESSES, Harness
 from tests.contract.rig import Rig, Shape
+from tests.contract.tcp_rig import RawClient
 
 Connect = Callable[..., AbstractAsyncContextManager[tuple[Rig, Harness]]]
 
@@ -40,3 +41,16 @@ def connect(transport: str, monkeypatch: pytest.MonkeyPatch) -> Connect:
             rig.close()
 
     return connected
+
+
+@pytest.fixture
+def clients() -> Iterator[Callable[..., RawClient]]:
+    opened: list[RawClient] = []
+
+    def connect(port: int, *, hello: bool = True) -> RawClient:
+        opened.append(RawClient(port, hello=hello))
+        return opened[-1]
+
+    yield connect
+    for client in opened:
+        client.sock.close()

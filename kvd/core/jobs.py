@@ -72,12 +72,11 @@ class Jobs:
                 continue
             fetch = one.ready.popleft()
             fetch.queued = False
-            if self._may_copy(fetch):
-                self._start(fetch, one)
+            if self._may_copy(fetch) and self._start(fetch, one):
                 self.wake(fetch)
                 blocked = 0
 
-    def _start(self, fetch: Fetch, one: Attachment) -> None:
+    def _start(self, fetch: Fetch, one: Attachment) -> bool:
         manifest, config = fetch.manifest, self._ctx.config
         assert manifest is not None
         slots = config.max_jobs_per_fetch - fetch.jobs
@@ -85,7 +84,7 @@ class Jobs:
         budget = max(1, min(max(share, config.min_job_bytes), config.max_job_bytes))
         plan = manifest.plan(budget, config.max_job_bytes)
         if plan is None:
-            return
+            return False
         job = Job(self._ctx.number(), fetch, one, plan)
         self.running[job.number] = job
         fetch.jobs += 1
@@ -104,6 +103,7 @@ class Jobs:
                 nbytes=plan.nbytes,
             )
         )
+        return True
 
     def take(self, number: int) -> Job | None:
         """The job that was answered; None if it is not in flight."""

@@ -299,3 +299,38 @@ def test_each_opening_has_one_closing(world: World, producer: Engine, consumer: 
     closed = [one.attach_id for one in log if isinstance(one, ins.CloseTransport)]
     assert opened == closed
     assert len(opened) == 1
+
+
+def draining(world: World, producer: Engine) -> tuple[Engine, list[int]]:
+    """A fetch of three blocks of which one has arrived, whose peer has restarted meanwhile."""
+    world.auto_pull = world.auto_stop = False
+    config = CoreConfig(min_job_bytes=NBYTES, max_job_bytes=3 * NBYTES)
+    consumer = world.node("d", config).engine("D")
+    producer.offer("T", tokens=48)
+    consumer.fetch("f", "T", producer, end=48)
+    world.settle()
+    first, *rest = sorted(consumer.node.pulls)
+    world.finish_pull(consumer.node, first)
+    consumer.node.run(ev.PeerUp(producer.node.addr, "p", 2, True))
+    assert codes(consumer) == []
+    return consumer, rest
+
+
+def test_a_new_life_of_a_peer_has_no_say_about_the_old(world: World, producer: Engine) -> None:
+    consumer, jobs = draining(world, producer)
+    revoked = peer.FetchRevoked("f", 1, "revoked", False)
+    consumer.node.run(ev.PeerMessage(producer.node.addr, revoked))
+    assert consumer.node.recorded("late")[-1]["what"] == "FetchRevoked"
+    for job in jobs:
+        world.fail_pull(consumer.node, job, "transport_error")
+    done = consumer.done("f")
+    assert (done.code, done.bad) == ("peer_lost", [b"\6"])
+
+
+def test_a_dead_word_voids_a_fetch_that_had_failed_before(world: World, producer: Engine) -> None:
+    consumer, jobs = draining(world, producer)
+    producer.fence[0] = 0
+    world.finish_pull(consumer.node, jobs[0])
+    world.fail_pull(consumer.node, jobs[1], "transport_error")
+    done = consumer.done("f")
+    assert (done.code, done.bad) == ("peer_lost", [b"\7"])

@@ -116,6 +116,23 @@ def test_layers_are_copied_as_they_come(world: World, producer: Engine, consumer
     assert consumer.done("f").code == "ok"
 
 
+def test_a_block_that_is_not_full_yet_waits(
+    world: World, producer: Engine, consumer: Engine
+) -> None:
+    source = streamed(producer, "T", 40)
+    consumer.fetch("f", "T", producer, end=40)
+    producer.compute("T", 1, source)
+    moved = []
+    for tokens in (15, 16, 31, 32, 39):
+        producer.say(local.Extend("T", 1, tokens))
+        world.settle()
+        moved.append(sum(pull.nbytes for pull in consumer.node.started) // (3 * NBYTES))
+    assert moved == [0, 1, 1, 2, 2]
+    producer.say(local.Extend("T", 1, 40))
+    world.settle()
+    assert consumer.done("f").code == "ok"
+
+
 def test_a_fetch_that_comes_before_its_offer(
     world: World, producer: Engine, consumer: Engine
 ) -> None:

@@ -29,6 +29,9 @@ UNMAP_NOTICE_S = 2.0
 OPEN_TIMEOUT_S = 5.0
 """For the memory's descriptors to come over the link."""
 
+TICKET_CLOSED = frozenset({Code.RELEASED, Code.UNKNOWN_TRANSFER})
+"""What a data server answers to a ticket that its daemon has closed."""
+
 
 class PullerFactory(Protocol):
     """Makes the pullers; `kvd.transport.registry.Transports` is one."""
@@ -242,7 +245,10 @@ class Attachments:
         try:
             event = events.PullDone(ask.job, await puller.pull(job))
         except (TransportError, KvdError) as e:
-            event = events.PullFailed(ask.job, e.code, e.detail)
+            # A ticket that was closed is the fence's doing; the reason comes on the other
+            # connection, perhaps later, and perhaps it is that the next generation comes.
+            code = Code.FENCED if e.code in TICKET_CLOSED else e.code
+            event = events.PullFailed(ask.job, code, e.detail)
         except Exception as e:
             log.error("pull_failed", job=ask.job, fetch_id=ask.fetch_id, exc_info=e)
             event = events.PullFailed(ask.job, Code.INTERNAL, repr(e))

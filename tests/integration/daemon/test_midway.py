@@ -105,8 +105,6 @@ def test_each_fetch_ends_once_and_truly(site: Site, transport: str, breaks: Brea
                 Code.UNKNOWN_ENGINE,
                 Code.FENCED,
                 Code.REVOKED,
-                # The data connection may say that the ticket is closed before the daemon says why.
-                Code.UNKNOWN_TRANSFER,
             ), done
     if breaks is stop_daemon:
         p.kill(signal.SIGCONT)

@@ -147,3 +147,25 @@ def test_a_producer_that_takes_its_offer_back_fails_only_that_fetch(pair: Pair) 
     assert done.bad == [b"\x03"]
     assert consumer.wrong(2, {30: 3, 31: 4}) == 0
     assert [e.transfer_id for e in producer.seen(local.OfferEnded)] == ["gone"]
+
+
+def test_a_prefill_that_starts_again_is_fetched_anew(pair: Pair) -> None:
+    """Preempted half way: what came of the first attempt may not stay."""
+    producer, consumer = pair.engines(seed=2)
+    producer.offer("t", [1, 2, 3], sealed=False, tokens=3 * BLOCK_SIZE)
+    fetch = pair.start(consumer, "t", [20, 21, 22], park_s=20.0, deadline_s=60.0)
+    producer.client.extend("t", 1, tokens=2 * BLOCK_SIZE)
+    producer.poll()
+
+    def begun() -> bool:
+        consumer.poll()
+        return bool((consumer.words[:, 21] != 2**64 - 1).any())
+
+    wait_for(begun, what="a part of the first attempt arrives")
+    producer.client.revoke("t", 1)
+    producer.poll()
+    producer.words[:, 1:4] = 0  # the blocks are somebody else's now
+    producer.offer("t", [11, 12, 13], generation=2)
+    done = consumer.finish(fetch)
+    assert (done.code, done.generation) == (Code.OK, 2), done
+    assert consumer.wrong(2, {20: 11, 21: 12, 22: 13}) == 0

@@ -220,6 +220,16 @@ async def test_pulls_are_answered_each(world: World) -> None:
     assert world.made.num_jobs == 0
 
 
+@pytest.mark.parametrize("code", [Code.RELEASED, Code.UNKNOWN_TRANSFER])
+async def test_a_closed_ticket_waits_for_the_daemons_reason(world: World, code: Code) -> None:
+    world.open()
+    await world.told()
+    world.pull(1)
+    await wait_for_async(lambda: world.pullers[0].jobs, what="the pull runs")
+    world.pullers[0].jobs[1].set_exception(TransportError(code, "ticket"))
+    assert (await world.told(2))[1] == events.PullFailed(1, Code.FENCED, "ticket")
+
+
 async def test_a_pull_on_nothing_fails_at_once(world: World) -> None:
     world.pull(1, name="nowhere")
     (failed,) = world.heard

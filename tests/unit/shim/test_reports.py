@@ -205,8 +205,8 @@ class RulesOfTwoGroups(Rules):
 
 TestOneGroup = Rules.TestCase
 TestTwoGroups = RulesOfTwoGroups.TestCase
-for case in (TestOneGroup, TestTwoGroups):
-    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestOneGroup.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTwoGroups.settings = TestOneGroup.settings
 
 
 def test_a_failure_without_any_real_block_is_still_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from kvd.core import events
 from kvd.core import instructions as ask
 from kvd.data_plane import DataPlane
 from kvd.local.server import LocalServer
+from kvd.logging import OncePerKind
 from kvd.metrics import Metrics
 from kvd.peers.server import PeerServer
 from kvd.peers.table import PeerTable
@@ -25,6 +27,10 @@ I = TypeVar("I", bound=ask.Instruction)  # noqa: E741
 
 QUIET = frozenset({"late"})
 """Records that are counted, and logged only for debugging."""
+FROM_OUTSIDE = frozenset({"refused", "attach_failed"})
+"""Records that a neighbour can cause as often as it likes: each kind of them has one line in
+REPEAT_S, with how many were left out."""
+REPEAT_S = 1.0
 
 
 class Dispatcher:
@@ -48,6 +54,8 @@ class Dispatcher:
         self._attachments = attachments
         self._data = data
         self._metrics = metrics
+        self._once_a_while = OncePerKind(log, every_s=REPEAT_S)
+        self._loop = asyncio.get_running_loop()
         self._table: dict[type, Callable[[Any], None]] = {}
         self._enter(ask.SendShim, lambda i: local.send(i.session, i.message))
         self._enter(ask.ReleaseSession, lambda i: local.release(i.session))
@@ -123,8 +131,17 @@ class Dispatcher:
 
     def _record(self, i: ask.Record) -> None:
         self._metrics.record(i)
+        # An engine or a peer may wait for what follows; the line can wait for both.
+        self._loop.call_soon(self._log, i)
+
+    def _log(self, i: ask.Record) -> None:
+        fields = {name: _plain(value) for name, value in i.fields.items()}
+        if i.kind in FROM_OUTSIDE:
+            kind = (i.kind, fields.get("code"), fields.get("what"))
+            self._once_a_while.log("info", kind, i.kind, **fields)
+            return
         level = log.debug if i.kind in QUIET else log.info
-        level(i.kind, **{name: _plain(value) for name, value in i.fields.items()})
+        level(i.kind, **fields)
 
 
 def _plain(value: object) -> object:

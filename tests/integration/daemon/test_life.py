@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import signal
 import socket
+import subprocess
 import sys
 import time
 import urllib.error
@@ -299,3 +301,41 @@ def test_a_passed_listener_is_served(site: Site) -> None:
                 time.sleep(0.02)
         # It is the supervisor's: it stays for the next daemon.
         assert path.exists()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="there is nothing to set elsewhere")
+def test_the_c_librarys_settings_are_there_from_the_start(site: Site) -> None:
+    """It executes itself anew once, as the same process, and not for ever."""
+    p = site.daemon("p", first_start=True).ready()
+    environ = Path(f"/proc/{p.pid}/environ").read_bytes().split(b"\0")
+    assert b"KVD_REEXEC=1" in environ
+    assert any(item.startswith(b"GLIBC_TUNABLES=") and b"x86" in item for item in environ)
+    assert p.popen.poll() is None
+
+
+def test_a_daemon_ends_with_the_process_that_started_it(site: Site) -> None:
+    starter = site.folder / "starter.py"
+    starter.write_text(
+        "import os, subprocess, sys, time\n"
+        "env = {**os.environ, 'KVD_DIE_WITH_PARENT': str(os.getpid()), 'KVD_REEXEC': '1'}\n"
+        "subprocess.Popen([sys.executable, '-m', 'kvd', 'serve', *sys.argv[1:]], env=env)\n"
+        "time.sleep(600)\n"
+    )
+    discovery = site.folder / "child.json"
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            str(starter),
+            f"--socket={site.folder / 'child.sock'}",
+            f"--discovery-file={discovery}",
+        ],
+        start_new_session=True,
+    )
+    try:
+        wait_for(discovery.exists, 60, what="the daemon serves")
+        pid = json.loads(discovery.read_text())["pid"]
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_for(lambda: not Path(f"/proc/{pid}").exists(), 20, what="the daemon is gone")
+    assert not discovery.exists()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from tests.unit.shell.ends import Bench
 from tests.unit.shell.fakes import Shell
 
 
@@ -29,5 +30,12 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 async def shell(tmp_run_dir: Path, executor: ThreadPoolExecutor) -> AsyncIterator[Shell]:
     """A LocalServer on a socket of its own, with a core that only writes down what it hears."""
     made = Shell(tmp_run_dir / "kvd.sock", executor)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def bench(tmp_run_dir: Path) -> AsyncIterator[Bench]:
+    made = Bench(tmp_run_dir)
     yield made
     await made.close()

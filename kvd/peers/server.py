@@ -78,7 +78,9 @@ class PeerServer:
         router = open_socket(self._context, zmq.ROUTER, ipv6=":" in ip)
         router.set(zmq.BACKLOG, 256)
         router.set(zmq.HANDSHAKE_IVL, 5000)
-        # Without this a message to one who left would vanish without a word.
+        # Without this a message to one who left would vanish without a word. (Handing a routing id
+        # over to a newer connection is not wanted: ours are made up by ZMQ, one per connection,
+        # and a client that comes back says hello anew.)
         router.set(zmq.ROUTER_MANDATORY, 1)
         # Half-open connections are closed below us as well.
         router.set(zmq.HEARTBEAT_IVL, max(1, int(self._heartbeat_s * 1000)))

@@ -138,7 +138,8 @@ class Fetches:
         fetch.manifest = manifest
         fetch.void = False
         fetch.granted_at = self.ctx.now
-        fetch.early = 0
+        # What came of a generation before does not count.
+        fetch.received = fetch.early = 0
         return self.tell(fetch) if manifest.complete else FetchState.MOVING
 
     def start_over(self, fetch: Fetch) -> FetchState:

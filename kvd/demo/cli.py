@@ -24,7 +24,7 @@ from kvd.demo.narrator import Narrator
 from kvd.demo.report import as_json, passed, show
 from kvd.demo.results import Results, checks
 from kvd.demo.run import measure
-from kvd.demo.stack import Stack
+from kvd.demo.stack import Mode, Stack
 from kvd.errors import ConfigError
 
 EXIT_FAILED = 1
@@ -45,6 +45,7 @@ class Options:
 
     config: dict[str, str] = field(default_factory=dict)
     policy: Policy = "fail"
+    mode: Mode = "pull"
     json: bool = False
     keep: bool = False
 
@@ -64,6 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument(
+        "--mode",
+        choices=("pull", "stream"),
+        default="pull",
+        help="pull (default): decode is asked after prefill, by vllm-router; stream: both are "
+        "asked at once, by vLLM's Mooncake proxy, and KV moves while prefill computes",
+    )
+    parser.add_argument(
         "--policy",
         choices=("fail", "recompute"),
         default="fail",
@@ -74,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Run the demo; returns the exit status."""
     err = Console(stderr=True, highlight=False)
-    options = Options(dict(args.config), args.policy, args.json, args.keep)
+    options = Options(dict(args.config), args.policy, args.mode, args.json, args.keep)
     try:
         for key in options.config:
             if key in OWN_SETTINGS:
@@ -104,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _with_signals(options: Options, console: Console) -> int:
     """Ctrl-C (and SIGTERM, and a closed terminal) end the demo; a second one hurries."""
-    stack = Stack(Narrator(console), options.config, options.policy)
+    stack = Stack(Narrator(console), options.config, options.policy, options.mode)
     task = asyncio.create_task(_demo(options, console, stack))
     asked = False
 
@@ -189,7 +197,7 @@ def _handles(stack: Stack) -> dict[str, Any]:
         "metrics": {
             **{f"{name} daemon": d.metrics_url for name, d in stack.daemons.items()},
             **{f"{name} engine": e.metrics_url for name, e in stack.engines.items()},
-            "router": stack.router_metrics_url,
+            **({"router": stack.router_metrics_url} if stack.router_metrics_url else {}),
         },
         "pids": {
             **{f"{name} daemon": d.child.pid for name, d in stack.daemons.items()},

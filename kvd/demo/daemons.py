@@ -14,7 +14,7 @@ from kvd.demo.client import Client, DemoError, Metrics, total, until
 from kvd.demo.processes import Child, Children
 
 START_S = 30.0
-OWN_SETTINGS = ("socket", "listen", "metrics", "discovery_file", "log_format")
+OWN_SETTINGS = ("socket", "listen", "metrics", "bootstrap", "discovery_file", "log_format")
 """What the demo sets itself."""
 
 ANY = "127.0.0.1:0"
@@ -31,6 +31,7 @@ class Daemon:
     socket: Path
     listen: str
     metrics: str
+    bootstrap: str
     log: Path
     config: Mapping[str, str]
     life: int
@@ -39,7 +40,7 @@ class Daemon:
     @property
     def restart_argv(self) -> list[str]:
         """What starts the same daemon again, at the same addresses, with the shipped command."""
-        return _argv(SERVE, self.socket, self.listen, self.metrics, self.config)
+        return _argv(SERVE, self.socket, self.listen, self.metrics, self.bootstrap, self.config)
 
     @property
     def metrics_url(self) -> str:
@@ -93,9 +94,11 @@ async def start_daemon(
     """
     socket = folder / f"{name}.sock"
     discovery = socket.with_suffix(".json")
-    listen, metrics = (like.listen, like.metrics) if like else (ANY, ANY)
+    listen, metrics, bootstrap = (
+        (like.listen, like.metrics, like.bootstrap) if like else (ANY, ANY, ANY)
+    )
     life = like.life + 1 if like else 1
-    argv = _argv(program, socket, listen, metrics, config)
+    argv = _argv(program, socket, listen, metrics, bootstrap, config)
     log = folder / f"{name}-daemon-{life}.log"
     child = children.start(
         f"{name} daemon", argv, log=log, env={"KVD_DIE_WITH_PARENT": str(os.getpid())}, grace_s=10.0
@@ -112,8 +115,10 @@ async def start_daemon(
     await until(ready, START_S, f"the {name} daemon is ready (its log: {log})", every=0.05)
     found = _discovered(discovery, child.pid)
     assert found is not None
-    listen, metrics = _address(found["listen"]), _address(found["metrics"])
-    daemon = Daemon(name, child, socket, listen, metrics, log, config, life)
+    listen, metrics, bootstrap = (
+        _address(found[key]) for key in ("listen", "metrics", "bootstrap")
+    )
+    daemon = Daemon(name, child, socket, listen, metrics, bootstrap, log, config, life)
 
     async def answers() -> bool:
         return await client.status(f"http://{daemon.metrics}/readyz") == 200
@@ -138,13 +143,19 @@ def sessions(metrics: Metrics) -> float:
 
 
 def _argv(
-    program: Sequence[str], socket: Path, listen: str, metrics: str, config: Mapping[str, str]
+    program: Sequence[str],
+    socket: Path,
+    listen: str,
+    metrics: str,
+    bootstrap: str,
+    config: Mapping[str, str],
 ) -> list[str]:
     module, *command = program
     settings = {
         "socket": str(socket),
         "listen": listen,
         "metrics": metrics,
+        "bootstrap": bootstrap,
         "discovery_file": str(socket.with_suffix(".json")),
         "log_format": "json",
         **config,

@@ -90,6 +90,7 @@ def _row(row: Row, results: Results) -> dict[str, Any]:
         "fetched_tokens": row.fetched_tokens,
         "bytes": row.nbytes,
         "blocks": row.nbytes // results.block_nbytes,
+        "early_bytes": row.early_nbytes,
         "due_blocks": row.due_blocks(results.block_size),
         "transfer_ms": round(row.transfer_ms, 3),
         "ttft_ms": round(row.ttft_ms, 1),

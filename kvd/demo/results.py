@@ -20,7 +20,8 @@ class Row:
     `alone` and `paired` hold the token ids of each of the `n` answers. Tokens and bytes are sums
     over the `n` requests that an engine makes of the prompt. `local_hits` is decode's own count of
     tokens that its prefix cache held; `fetched_tokens` and `nbytes` are the daemon's count of
-    what it fetched. `expected_hits` is None where
+    what it fetched, `early_nbytes` what of it had arrived when prefill had computed its last token.
+    `expected_hits` is None where
     timing decides whether one answer's request finds the blocks of another's.
     """
 
@@ -34,6 +35,7 @@ class Row:
     fetches: int = 0
     fetched_tokens: int = 0
     nbytes: int = 0
+    early_nbytes: int = 0
     transfer_ms: float = 0.0
     ttft_ms: float = 0.0
     error: str = ""
@@ -92,6 +94,8 @@ class Results:
     alone_hits: int
     """Tokens that the engine which answered alone did not compute itself: must be none."""
     transports_used: list[str] = field(default_factory=list)
+    stream_chunk: int | None = None
+    """Where KV is to move while prefill computes: tokens of one of its steps."""
 
     @property
     def fetched_tokens(self) -> int:
@@ -123,6 +127,7 @@ def checks(r: Results) -> list[Check]:
         _vllm(r),
         _bytes(r),
         _transport(r),
+        *([_early(r, r.stream_chunk)] if r.stream_chunk is not None else []),
     ]
 
 
@@ -217,6 +222,22 @@ def _transport(r: Results) -> Check:
     used = ", ".join(r.transports_used) or "none"
     ok = len(r.transports_used) == 1 and r.transport in ("auto", *r.transports_used)
     return Check("the transport that was asked for", ok, f"asked for {r.transport}, used {used}")
+
+
+def _early(r: Results, chunk: int) -> Check:
+    """Of prompts of several prefill steps that decode held nothing of."""
+    long = [row for row in r.rows if row.length > chunk and row.n == 1 and not row.local_hits]
+    bad = [
+        f"{row.name}: {row.early_nbytes} of {row.nbytes} bytes"
+        for row in long
+        if 2 * row.early_nbytes <= row.nbytes
+    ]
+    early, due = sum(row.early_nbytes for row in long), sum(row.nbytes for row in long)
+    return Check(
+        "most KV had arrived when prefill ended",
+        bool(long) and not bad,
+        _first(bad) or f"{early} of {due} bytes, of {len(long)} prompts of several prefill steps",
+    )
 
 
 def _first(what: list[str]) -> str:

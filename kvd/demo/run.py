@@ -31,6 +31,7 @@ class Seen:
     tokens: int
     nbytes: int
     transfer_ms: float
+    early: int
 
 
 async def measure(stack: Stack) -> Results:
@@ -61,6 +62,7 @@ async def measure(stack: Stack) -> Results:
         served_bytes=served,
         alone_hits=alone_hits,
         transports_used=used,
+        stream_chunk=CHUNK if stack.mode == "stream" else None,
     )
 
 
@@ -163,10 +165,12 @@ async def _one_by_one(stack: Stack, url: str, body: dict[str, Any], n: int) -> A
 
 def _seen(stack: Stack, answer: Answer, local_hits: int) -> Seen:
     """The daemon's records of the fetches for one answer; the router's id is in their names."""
+    # Mooncake's proxy puts a prefix of its own before the id that both engines know.
+    name = answer.request_id.removeprefix("cmpl-")
     records = [
         record
         for record in stack.daemons["decode"].records("fetch_done")
-        if answer.request_id and answer.request_id in str(record.get("transfer_id"))
+        if name and name in str(record.get("transfer_id"))
     ]
     return Seen(
         answer,
@@ -175,6 +179,7 @@ def _seen(stack: Stack, answer: Answer, local_hits: int) -> Seen:
         sum(int(record["tokens"]) for record in records),
         sum(int(record["nbytes"]) for record in records),
         max((float(record["seconds"]) for record in records), default=0.0) * 1e3,
+        sum(int(record["early_bytes"]) for record in records),
     )
 
 
@@ -190,6 +195,7 @@ def _row(prompt: Prompt, alone: Answer, seen: Seen) -> Row:
         fetches=seen.fetches,
         fetched_tokens=seen.tokens,
         nbytes=seen.nbytes,
+        early_nbytes=seen.early,
         transfer_ms=seen.transfer_ms,
         ttft_ms=seen.answer.ttft_s * 1e3,
         error=seen.answer.error,

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 from kvd.demo.client import Client, DemoError, until
 from kvd.demo.daemons import DAMAGE, SERVE, Daemon, sessions, start_daemon
@@ -17,7 +18,11 @@ from kvd.demo.model import ModelShape, write_model
 from kvd.demo.narrator import Narrator
 from kvd.demo.ports import Ports
 from kvd.demo.processes import Child, Children
+from kvd.demo.proxy import READY, fetch_proxy, start_proxy
 from kvd.demo.router import start_router
+
+Mode = Literal["pull", "stream"]
+"""Decode is asked after prefill has ended, or at the same moment."""
 
 ENGINE_START_S = 900.0
 ROUTER_START_S = 60.0
@@ -31,8 +36,15 @@ class Stack:
     Leaving the context ends every process and removes the folder, unless `keep_folder` was set.
     """
 
-    def __init__(self, narrator: Narrator, config: Mapping[str, str], policy: Policy) -> None:
+    def __init__(
+        self,
+        narrator: Narrator,
+        config: Mapping[str, str],
+        policy: Policy,
+        mode: Mode = "pull",
+    ) -> None:
         self.narrator = narrator
+        self.mode: Mode = mode
         self.config = dict(config)
         self.policy: Policy = policy
         self.shape = ModelShape()
@@ -46,6 +58,7 @@ class Stack:
         self.router_url = ""
         self.router_metrics_url = ""
         self._ports = Ports()
+        self._proxy: Path | None = None
 
     async def __aenter__(self) -> Stack:
         self.folder = Path(tempfile.mkdtemp(prefix="kvd-demo-"))
@@ -80,6 +93,9 @@ class Stack:
     async def start(self) -> None:
         """Start all of it. Raises DemoError, OSError."""
         say = self.narrator.say
+        if self.mode == "stream":
+            say("  vLLM's Mooncake proxy is looked up (it is fetched the first time)")
+            self._proxy = await asyncio.to_thread(fetch_proxy)
         write_model(self.folder / "model", shape=self.shape)
         # The daemons first: a setting that they refuse is told at once, not after 40 seconds.
         for name in ("prefill", "decode"):
@@ -104,8 +120,12 @@ class Stack:
         for name in ("prefill", "decode"):
             await self.wait_registered(name)
         say("  both engines serve, and have shared their KV memory with their daemons")
-        await self._start_router()
-        say(f"  vllm-router is in front of them: {self.router_url}")
+        if self._proxy is not None:
+            await self._start_proxy(self._proxy)
+            say(f"  vLLM's Mooncake proxy is in front of them: {self.router_url}")
+        else:
+            await self._start_router()
+            say(f"  vllm-router is in front of them: {self.router_url}")
 
     async def _wait_for_engines(self) -> None:
         logs = {engine.child.name: engine.child.log for engine in self.engines.values()}
@@ -143,6 +163,26 @@ class Stack:
             return await self.client.status(f"{self.router_url}/health") == 200
 
         await until(ready, ROUTER_START_S, f"the router serves (its log: {self.router.log})")
+
+    async def _start_proxy(self, script: Path) -> None:
+        port = self._ports.reserve()
+        router = start_proxy(
+            self.children,
+            script,
+            prefill=self.engines["prefill"].url,
+            bootstrap_port=int(self.daemons["prefill"].bootstrap.rpartition(":")[2]),
+            decode=self.engines["decode"].url,
+            port=port,
+            folder=self.folder,
+        )
+        self.router = router
+        self.router_url = f"http://127.0.0.1:{port}"
+
+        async def ready() -> bool:
+            self.check_alive()
+            return READY in router.log.read_text(encoding="utf-8", errors="replace")
+
+        await until(ready, ROUTER_START_S, f"the proxy serves (its log: {router.log})")
 
     # --- while it runs ----------------------------------------------------------------------
 

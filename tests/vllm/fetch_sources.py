@@ -21,6 +21,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from kvd.demo import pip_sdist
+
 OLD_VERSION = "0.20.1"
 SOURCE_VERSION = "0.32.0"
 _TIMEOUT_S = 900
@@ -65,7 +67,7 @@ def vllm_source() -> Path:
         return target
     with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
         part = Path(scratch) / target.name
-        command = [sys.executable, str(Path(__file__).with_name("pip_sdist.py")), "vllm",
+        command = [sys.executable, str(Path(pip_sdist.__file__)), "vllm",
                    SOURCE_VERSION, str(part)]  # fmt: skip
         info = json.loads(_run(command))
         digest = hashlib.sha256(part.read_bytes()).hexdigest()

@@ -169,14 +169,14 @@ class PeerClient:
         same_host = await self._open_link(welcome)
         log.info(
             "peer_up",
-            peer=str(address),
+            peer=str(self.address),
             daemon_id=welcome.daemon_id,
             version=welcome.version,
             same_host=same_host,
         )
         self.up = True
         self._was_down = False
-        self._feed(events.PeerUp(address, welcome.daemon_id, self._boot_id, same_host))
+        self._feed(events.PeerUp(self.address, welcome.daemon_id, self._boot_id, same_host))
         await self._unless_broken(self._stay())
 
     async def _locate(self) -> PeerAddr:

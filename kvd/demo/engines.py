@@ -15,6 +15,8 @@ from kvd.demo.processes import Child, Children
 MODEL = "demo"
 BLOCK_SIZE = 32
 CHUNK = 128
+STREAM_CHUNK = 64
+"""Where KV moves while prefill computes there should be several steps to see it in."""
 KV_BYTES = 32 * 2**20
 MAX_MODEL_LEN = 1024
 
@@ -62,8 +64,11 @@ def start_engine(
     port: int,
     socket: Path,
     policy: Policy,
+    chunk: int = CHUNK,
 ) -> Engine:
     """Start a server that offers (prefill) or fetches (decode) KV through the daemon at `socket`.
+
+    `chunk`: the most tokens that one step of it computes.
 
     Raises OSError.
     """
@@ -82,7 +87,7 @@ def start_engine(
     argv += ["--block-size", str(BLOCK_SIZE), "--kv-cache-memory-bytes", str(KV_BYTES)]
     argv += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8"]
     # Small steps, so that a long prompt takes several and has blocks out before its last one.
-    argv += ["--max-num-batched-tokens", str(CHUNK)]
+    argv += ["--max-num-batched-tokens", str(chunk)]
     argv += ["--kv-transfer-config", json.dumps(transfer)]
     temporary = folder / "tmp"
     temporary.mkdir(exist_ok=True)

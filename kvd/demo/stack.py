@@ -13,7 +13,7 @@ from typing import Literal
 
 from kvd.demo.client import Client, DemoError, until
 from kvd.demo.daemons import DAMAGE, SERVE, Daemon, sessions, start_daemon
-from kvd.demo.engines import Engine, Policy, running, start_engine
+from kvd.demo.engines import CHUNK, STREAM_CHUNK, Engine, Policy, running, start_engine
 from kvd.demo.model import ModelShape, write_model
 from kvd.demo.narrator import Narrator
 from kvd.demo.ports import Ports
@@ -115,6 +115,7 @@ class Stack:
                 port=self._ports.reserve(),
                 socket=self.daemons[name].socket,
                 policy=self.policy,
+                chunk=STREAM_CHUNK if self.mode == "stream" else CHUNK,
             )
         await self._wait_for_engines()
         for name in ("prefill", "decode"):

@@ -170,6 +170,14 @@ class Kept:
         url = str(self.keep["metrics"][f"{name} daemon"]).replace("/metrics", "/readyz")
         return await client.status(url) == 200
 
+    async def is_back(self, client: Client, name: Name) -> bool:
+        """Whether a daemon is ready, and no other one still tries to reach it."""
+        if not await self.daemon_ready(client, name):
+            return False
+        metrics = await client.metrics(str(self.keep["metrics"]["decode daemon"]))
+        trying = [total(metrics, "kvd_peers", state=state) for state in ("connecting", "down")]
+        return sum(trying) == 0
+
 
 def prompt(number: int, tokens: int = 150) -> str:
     """Text that starts as no other number's does."""

@@ -108,7 +108,7 @@ async def test_only_requests_in_flight_fail(failing: Kept, client: Client, name:
     assert kept.engine_pids() == pids
 
     kept.restart_daemon(name)
-    await until(lambda: kept.daemon_ready(client, name), 60, "the daemon is back")
+    await until(lambda: kept.is_back(client, name), 60, "the daemon is back")
     await moves_again(client, kept, f"fail-{name}-again")
     assert kept.engine_pids() == pids
 
@@ -142,6 +142,6 @@ async def test_answers_stay_right_without_a_daemon(
     assert kept.engine_pids() == pids
 
     kept.restart_daemon(name)
-    await until(lambda: kept.daemon_ready(client, name), 60, "the daemon is back")
+    await until(lambda: kept.is_back(client, name), 60, "the daemon is back")
     await moves_again(client, kept, f"{salt}-again")
     assert kept.engine_pids() == pids

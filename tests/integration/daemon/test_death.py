@@ -183,7 +183,8 @@ def test_a_stopped_producer_daemon_is_lost_within_the_bound(site: Site, transpor
 
 def test_a_stopped_consumer_daemon_does_not_hold_the_producer(site: Site) -> None:
     bound = {"heartbeat_s": 0.2, "peer_timeout_s": 1.0}
-    p, d = site.daemon("p", **bound), site.daemon("d", **bound)
+    # An offer that is still growing is bounded by lease_max_s: its own lease begins at its end.
+    p, d = site.daemon("p", lease_max_s=2.0, **bound), site.daemon("d", **bound)
     producer, consumer = site.engine(p, "producer", seed=5), site.engine(d, "consumer")
     remote = producer.up()
     consumer.up()

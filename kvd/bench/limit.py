@@ -47,7 +47,13 @@ def build(folder: Path) -> Path:
     command = [compiler, "-O2", "-std=gnu11", "-pthread", "-o", str(binary), str(SOURCE)]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
+            command,
+            # A compiler that is interrupted leaves its scratch files where the rest goes away.
+            env={**os.environ, "TMPDIR": str(folder)},
+            capture_output=True,
+            text=True,
+            timeout=COMPILE_TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LimitUnavailable(f"{compiler} did not run: {error}") from error

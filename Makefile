@@ -6,11 +6,13 @@ STAMP := $(VENV)/.ready
 # Arguments for `kvd demo`, `kvd bench` and pytest: make demo ARGS="--config transport=tcp"
 ARGS ?=
 
-.PHONY: help venv demo bench lint test clean distclean
+.PHONY: help venv demo bench lint test chaos mutate-safety clean distclean
 
 help:
 	@echo "make demo    two vLLM engines hand over KV through two daemons"
 	@echo "make test    lint, types, import rules and all tests"
+	@echo "make chaos   faults at random against real daemons (SECONDS=600 SEED=n)"
+	@echo "make mutate-safety  removes each safety guard once; its test must see it"
 	@echo "make bench   measure transfers on this machine"
 	@echo "make lint    lint, types and import rules only"
 	@echo "make venv    only the set-up that all of these begin with"
@@ -35,6 +37,17 @@ lint: venv
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
+
+# The least that makes a run worth something: 100 transfers in 3 s, a fault of a process in 3 s.
+SECONDS ?= 60
+SEED ?=
+chaos: venv
+	$(BIN)/python -m tests.chaos.driver --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) --logs \
+		--transfers $$(($(SECONDS) * 100 / 3 - $(SECONDS) / 150)) --faults $$(($(SECONDS) / 3)) \
+		--hits $$(($(SECONDS) * 5 / 6)) $(ARGS)
+
+mutate-safety: venv
+	$(BIN)/python -m tests.chaos.mutants $(ARGS)
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

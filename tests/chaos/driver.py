@@ -363,9 +363,8 @@ def summary(seed: int, runs: list[Run], took: float, least: Least) -> dict[str, 
     totals = totals_of(runs)
     violations = [f"{run.site.transport}: {what}" for run in runs for what in run.violations]
     short = [] if least.reached(totals) else [f"too little happened; wanted {least}"]
-    for name in ("told ok", "over_1_mib", "streamed", "taken_back"):
-        if not totals[name]:
-            short.append(f"nothing was counted as {name!r}")
+    wanted = ("told ok", "over_1_mib", "streamed", "taken_back")
+    short += [f"nothing was counted as {name!r}" for name in wanted if not totals[name]]
     return {
         "seed": seed,
         "seconds": round(took, 1),

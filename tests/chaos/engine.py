@@ -7,6 +7,7 @@ that the rules allow, writes over them at once, and takes those that were given 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import heapq
 import itertools
@@ -251,10 +252,8 @@ class ChaosEngine:
         """Preemption, or the end of the request: the blocks are someone else's at once."""
         if self.prefills.pop(prefill.key, None) is None:
             return
-        try:
+        with contextlib.suppress(ClientError):  # the word is dropped, whatever can be told
             self.client.revoke(*prefill.key)
-        except ClientError:
-            pass  # the word is dropped, whatever can be told
         self.give_up(prefill.blocks)
         self.say("taken_back")
         generation = prefill.generation + 1
@@ -290,10 +289,8 @@ class ChaosEngine:
             self.after(plan["cancel_s"], lambda: self._cancel(fetch_id))
 
     def _cancel(self, fetch_id: str) -> None:
-        try:
+        with contextlib.suppress(ClientError):  # its end is told all the same
             self.client.cancel(fetch_id)
-        except ClientError:
-            pass  # its end is told all the same
 
     def _done(self, done: local.FetchDone) -> None:
         """The oracle: what was told is true."""
@@ -321,12 +318,10 @@ class ChaosEngine:
                     self.violated(f"told good ({done.code}, {done.transport}), is not: {wrong}")
         self.give_up(fetch.blocks)
         if plan["release"] and done.code != Code.OK:
-            try:
+            with contextlib.suppress(ClientError):  # the lease ends it
                 self.client.release(
                     plan["tid"], remote=PeerAddr(*plan["remote"]), engine_id=plan["engine_id"]
                 )
-            except ClientError:
-                pass  # the lease ends it
         nbytes = len(good) * self.words[:, 0].nbytes
         self.say("done", tid=plan["tid"], code=done.code, nbytes=nbytes, good=len(good))
 

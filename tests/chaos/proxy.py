@@ -12,7 +12,9 @@ import socket
 import struct
 import threading
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 STEP_BYTES = 64 * 1024
 CALL_TIMEOUT_S = 10.0
@@ -63,7 +65,7 @@ class LossyProxy:
         self._thread.join(CALL_TIMEOUT_S)
         self._loop.close()
 
-    def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(CALL_TIMEOUT_S)
 
     # --- on the proxy's own ---------------------------------------------------------------------

@@ -70,7 +70,7 @@ class Ink:
         np.add(self._ramp, stamp.base(), out=block)
 
     def wrong(self, block: Words, stamp: Stamp) -> str:
-        """"" if all words are right, else what the first wrong one says and how many there are."""
+        """What the first wrong word says and how many there are; empty if all are right."""
         right = block == self._ramp + stamp.base()
         if right.all():
             return ""

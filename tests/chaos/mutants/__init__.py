@@ -1,0 +1,1 @@
+"""Patches that each take one safety guard away, and the test that must see it."""

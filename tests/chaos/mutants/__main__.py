@@ -1,0 +1,138 @@
+"""`make mutate-safety`: takes each guard away in a copy of the code, and runs its test there.
+
+A mutant is killed only if its test passes on the unchanged copy and, on the changed one, fails by
+an assertion of the test, or because a refusal did not come. Timeouts and other exceptions do not
+count: they show that something broke, not that somebody looked. Ends with status 1 if a mutant
+survives or does not apply.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+from tests.chaos.mutants.catalogue import MUTANTS
+from tests.chaos.mutants.mutant import DoesNotApplyError, Mutant
+
+ROOT = Path(__file__).parents[3]
+COPIED = ("kvd", "connector_shim", "tests", "pyproject.toml")
+TEST_TIMEOUT_S = 240.0
+_ORACLE = re.compile(r"^(AssertionError|assert |Failed: DID NOT RAISE)")
+_DEADLINE = re.compile(r"Timeout|not within|TimeoutError")
+
+
+def copy_to(folder: Path) -> None:
+    """The shipped code and its tests."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, folder / name, ignore=ignore)
+        else:
+            shutil.copy(source, folder / name)
+
+
+def run(folder: Path, mutant: Mutant) -> tuple[str, str]:
+    """(passed | failed | error, what the first failure says) of the mutant's test there."""
+    report = folder / "report.xml"
+    command = [
+        sys.executable, "-B", "-m", "pytest", "-q", "-x", "--tb=short", "-p", "no:cacheprovider",
+        f"--junitxml={report}", mutant.test,
+    ]  # fmt: skip
+    if mutant.only:
+        command += ["-k", mutant.only]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env={**_environ(), "PYTHONPATH": str(folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TEST_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "error", "it did not end"
+    if not report.exists():
+        return "error", done.stdout[-2000:]
+    root = ElementTree.parse(report).getroot()  # noqa: S314 - pytest has just written it
+    report.unlink()
+    failures = [*root.iter("failure")]
+    if failures:
+        return "failed", failures[0].get("message", "") + "\n" + (failures[0].text or "")
+    if [*root.iter("error")] or done.returncode:
+        return "error", done.stdout[-2000:]
+    return "passed", ""
+
+
+def _environ() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("KVD_")}
+
+
+def judge(mutant: Mutant, outcome: str, text: str) -> str:
+    """Why the mutant was not killed by an oracle; empty if it was."""
+    if outcome == "passed":
+        return "survived: its test passes"
+    if outcome == "error":
+        return f"no verdict: {text.strip()[-1500:]}"
+    if not _ORACLE.match(text):
+        return f"failed by an exception: {text.strip()[:800]}"
+    if _DEADLINE.search(text.split("\n", 1)[0]):
+        return f"failed by a deadline: {text.strip()[:800]}"
+    if mutant.says not in text:
+        return f"failed, but does not say {mutant.says!r}: {text.strip()[:800]}"
+    return ""
+
+
+def check(mutant: Mutant) -> str:
+    """Why its test does not see that the guard is gone; empty if it does."""
+    with tempfile.TemporaryDirectory(prefix="kvdm-", dir="/tmp") as name:
+        folder = Path(name)
+        copy_to(folder)
+        outcome, text = run(folder, mutant)
+        if outcome != "passed":
+            return f"its test fails on unchanged code: {text.strip()[-800:]}"
+        try:
+            for hunk in mutant.hunks:
+                hunk.apply(folder)
+        except DoesNotApplyError as exc:
+            return f"does not apply: {exc}"
+        outcome, text = run(folder, mutant)
+        why = judge(mutant, outcome, text)
+        if not why:
+            print("    " + text.strip().splitlines()[0][:160])
+        return why
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-k", default="", help="only mutants with this in their name")
+    parser.add_argument("--rule", type=int, help="only mutants of this rule")
+    args = parser.parse_args()
+    chosen = [m for m in MUTANTS if args.k in m.name and args.rule in (None, m.rule)]
+    alive = 0
+    for mutant in chosen:
+        print(f"\n=== rule {mutant.rule}: {mutant.name}")
+        for hunk in mutant.hunks:
+            print(hunk)
+        print(f"    {mutant.test} {mutant.only}", flush=True)
+        began = time.monotonic()
+        why = check(mutant)
+        took = time.monotonic() - began
+        alive += bool(why)
+        print(f"    {'ALIVE: ' + why if why else 'killed'} ({took:.0f} s)", flush=True)
+    print(f"\n{len(chosen) - alive} of {len(chosen)} mutants killed")
+    return int(alive > 0 or not chosen)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

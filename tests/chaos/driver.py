@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.namespaces import Cable
 from tests.chaos.plans import PROCESS_FAULTS, FaultPlan, Faults, TransferPlan, Transfers
 from tests.chaos.site import BLOCK_BYTES, DAEMONS, KILLABLE, LAYERS, Site
 
@@ -195,7 +196,8 @@ class Run:
         self.counts[f"fault {kind}"] += 1
         self.counts["faults"] += 1
         self.counts["process_faults"] += kind in PROCESS_FAULTS
-        self._hit(("ps",) if proxied else (name,))
+        cable = isinstance(site.network, Cable)
+        self._hit((PRODUCERS if cable else ("ps",)) if proxied else (name,))
         match kind:
             case "kill_engine":
                 engine.kill(signal.SIGKILL)
@@ -225,11 +227,15 @@ class Run:
 
                 self._later(plan.lasts_s, go_on)
             case _:
-                assert site.proxy is not None
-                {"stall": site.proxy.stall, "cut": site.proxy.cut, "refuse": site.proxy.refuse}[
-                    kind
-                ]()
-                self._later(plan.lasts_s, site.proxy.heal)
+                network = site.network
+                assert network is not None
+                if isinstance(network, Cable) or kind == "stall":
+                    network.stall()
+                elif kind == "cut":
+                    network.cut()
+                else:
+                    network.refuse()
+                self._later(plan.lasts_s, network.heal)
 
     def _later(self, seconds: float, what: Callable[[], None]) -> None:
         self._ends.append((time.monotonic() + seconds, what))
@@ -389,6 +395,9 @@ def main() -> int:
     parser.add_argument("--transfers", type=int, default=100, help="least number")
     parser.add_argument("--faults", type=int, default=5, help="least number, of processes")
     parser.add_argument("--hits", type=int, default=5, help="least number of transfers hit")
+    parser.add_argument(
+        "--namespaces", action="store_true", help="partitions between network namespaces (root)"
+    )
     parser.add_argument("--logs", action="store_true", help="shows logs after a failure")
     args = parser.parse_args()
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
@@ -400,7 +409,8 @@ def main() -> int:
             for index, transport in enumerate(args.transports.split(",")):
                 place = Path(folder, transport)
                 place.mkdir()
-                runs.append(Run(Site(place, transport, 1 + 4 * index), seed))
+                site = Site(place, transport, 1 + 4 * index, namespaces=args.namespaces)
+                runs.append(Run(site, seed))
             took = drive(runs, args.seconds, args.at_most or 2 * args.seconds + 60, least)
             result = summary(seed, runs, took, least)
             failed = bool(result["violations"] or result["short"])

@@ -2,7 +2,8 @@
 
 `pk` and `dk` (a producer's daemon and a consumer's) are killed and restarted; `ps` and `ds` are
 only stopped for a while, so that what they hold can be compared with what they held before.
-What `ps` sends goes through the proxy.
+What `ps` sends goes through a lossy proxy, or else everything goes through a cable between two
+network namespaces.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.namespaces import Cable
 from tests.chaos.proxy import LossyProxy
 from tests.integration.daemon.harness import Daemon, Process
 
@@ -50,18 +52,28 @@ KILLABLE = ("pk", "dk")
 class Keeper:
     """A daemon that is started again, where it was, whenever it has ended."""
 
-    def __init__(self, name: str, folder: Path, transport: str) -> None:
+    def __init__(self, name: str, folder: Path, transport: str, cable: Cable | None) -> None:
         self.name = name
         self.steady = name not in KILLABLE
         self.stopped = False
         self.starts = 0
         self._folder = folder
         self._settings = {**SETTINGS, "transport": transport}
+        self._cable = cable
+        self._end = int(name.startswith("d"))
+        if cable is not None:
+            self._settings |= {
+                "listen": f"{cable.hosts[self._end]}:0",
+                "allow_peers": cable.network,
+                "insecure": "true",
+            }
         self.daemon = self._start()
 
     def _start(self) -> Daemon:
         self.starts += 1
-        return Daemon(self.name, self._folder, **self._settings)
+        where = contextlib.nullcontext() if self._cable is None else self._cable.inside(self._end)
+        with where:
+            return Daemon(self.name, self._folder, **self._settings)
 
     def keep_address(self) -> tuple[str, list[int]]:
         """Once it serves: its host, its control port and its data port if any: kept from now on."""
@@ -158,23 +170,29 @@ class EngineChild(Process):
 class Site:
     """Everything that runs for one transport; `close` ends all of it."""
 
-    def __init__(self, folder: Path, transport: str, first_number: int) -> None:
+    def __init__(
+        self, folder: Path, transport: str, first_number: int, *, namespaces: bool = False
+    ) -> None:
+        """With `namespaces` producers and consumers are on two hosts, as it were; needs root."""
         self.folder = folder
         self.transport = transport
         self.daemons: dict[str, Keeper] = {}
         self.engines: dict[str, EngineChild] = {}
-        self.proxy: LossyProxy | None = None
+        self.network: LossyProxy | Cable | None = None
+        """What `stall`s and `heal`s. A proxy carries only what goes to `ps`, a cable all."""
         self.selector = selectors.DefaultSelector()
         self._first_number = first_number
         try:
+            cable = Cable(first_number) if namespaces else None
+            self.network = cable
             for name in DAEMONS:
-                self.daemons[name] = Keeper(name, folder, transport)
+                self.daemons[name] = Keeper(name, folder, transport, cable)
             self.remotes: dict[str, tuple[str, int]] = {}
             for name, keeper in self.daemons.items():
                 host, ports = keeper.keep_address()
                 self.remotes[name] = host, ports[0]
-                if name == "ps":
-                    self.proxy = LossyProxy(PROXY_HOST, host, ports)
+                if name == "ps" and cable is None:
+                    self.network = LossyProxy(PROXY_HOST, host, ports)
                     self.remotes[name] = PROXY_HOST, ports[0]
             for name in DAEMONS:
                 self.start_engine(name)
@@ -214,8 +232,8 @@ class Site:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 keeper.daemon.wait(max(0.1, deadline - time.monotonic()))
             keeper.daemon.stop()
-        if self.proxy is not None:
-            self.proxy.close()
+        if self.network is not None:
+            self.network.close()
         self.selector.close()
 
     def logs(self) -> str:

@@ -44,8 +44,7 @@ READS_ARE_VALIDATED = (
                 "",
             ),
         ),
-        STALE,
-        "shm",
+        f"{STALE}[shm]",
         "wrong",
     ),
     Mutant(
@@ -68,8 +67,7 @@ READS_ARE_VALIDATED = (
                 "",
             ),
         ),
-        STALE,
-        "tcp and not tcp6",
+        f"{STALE}[tcp]",
         "wrong",
     ),
     Mutant(
@@ -83,8 +81,7 @@ READS_ARE_VALIDATED = (
                 "",
             ),
         ),
-        "tests/chaos/test_chaos.py::test_what_engines_are_told_is_true_whatever_fails",
-        "shm",
+        "tests/chaos/test_chaos.py::test_what_engines_are_told_is_true_whatever_fails[shm]",
         "told good",
     ),
     Mutant(
@@ -216,8 +213,7 @@ DONE_MEANS_QUIET = (
                 "",
             ),
         ),
-        STOPPED,
-        "shm",
+        f"{STOPPED}[shm]",
     ),
     Mutant(
         "tcp: a stopped pull ends while its bytes land",
@@ -240,8 +236,7 @@ DONE_MEANS_QUIET = (
                 "            chunk.state = state\n            if state is State.LANDED",
             ),
         ),
-        STOPPED,
-        "tcp and not tcp6",
+        f"{STOPPED}[tcp]",
     ),
     Mutant(
         "shim: a daemon that is left is taken for quiet",
@@ -441,8 +436,7 @@ GEOMETRY = (
             ),
         ),
         "tests/integration/daemon/test_refusals.py::"
-        "test_a_geometry_mismatch_names_the_field_and_both_values",
-        "shm and kv_dtype",
+        "test_a_geometry_mismatch_names_the_field_and_both_values[shm-kv_dtype]",
         "GEOMETRY_MISMATCH",
     ),
 )
@@ -458,8 +452,8 @@ SIZES = (
                 'unpack_ids(piece.src, 2**32 - 1, f"job',
             ),
         ),
-        "tests/contract/test_safety.py::test_source_ids_that_the_peer_does_not_have_are_refused",
-        "shm",
+        "tests/contract/test_safety.py::"
+        "test_source_ids_that_the_peer_does_not_have_are_refused[shm-40]",
     ),
     Mutant(
         "a reachable address needs nobody's consent",

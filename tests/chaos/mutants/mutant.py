@@ -36,12 +36,11 @@ class Hunk:
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """`test` is a pytest node, `only` an expression for its -k; `says` must be in the failure."""
+    """`test` is a pytest node; `says` must be in its failure."""
 
     name: str
     rule: int
     """Of the eleven safety rules."""
     hunks: tuple[Hunk, ...]
     test: str
-    only: str = ""
     says: str = ""

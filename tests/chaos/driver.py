@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import secrets
+import signal
 import sys
 import tempfile
 import time
@@ -124,6 +125,8 @@ def main() -> int:
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     least = Least(args.transfers, args.faults, args.hits)
     print(f"seed {seed}", flush=True)
+    # So that whoever is ended ends what it started.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     runs: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="kvdc-", dir="/tmp") as folder:
         try:

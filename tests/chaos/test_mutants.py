@@ -49,6 +49,8 @@ def test_a_patch_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
         ("failed", "Failed: Timeout (>180.0s) from pytest-timeout.", False),
         ("failed", "Failed: not within 10 s: late bytes (last value False)", False),
         ("failed", "KeyError: 3", False),
+        ("failed", "assert 1 == 0\ntests/a.py:1: in t\nkvd/b.py:2: in f\n", False),
+        ("failed", "assert 1 == 0\nkvd/b.py:2: in f\ntests/a.py:1: in t\n", True),
         ("error", "it did not end", False),
         ("passed", "", False),
     ],

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[3]
 COPIED = ("kvd", "connector_shim", "tests", "pyproject.toml")
 TEST_TIMEOUT_S = 240.0
 _ORACLE = re.compile(r"^(AssertionError|assert |Failed: DID NOT RAISE)")
+_PLACE = re.compile(r"^(\S+\.py):\d+: ", re.MULTILINE)
 _DEADLINE = re.compile(r"Timeout|not within|TimeoutError")
 
 
@@ -84,6 +85,9 @@ def judge(mutant: Mutant, outcome: str, text: str) -> str:
         return f"no verdict: {text.strip()[-1500:]}"
     if not _ORACLE.match(text):
         return f"failed by an exception: {text.strip()[:800]}"
+    places = _PLACE.findall(text)
+    if places and not places[-1].startswith("tests/"):
+        return f"failed by an assertion of the code itself: {text.strip()[:800]}"
     if _DEADLINE.search(text.split("\n", 1)[0]):
         return f"failed by a deadline: {text.strip()[:800]}"
     if mutant.says not in text:

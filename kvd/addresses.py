@@ -17,6 +17,9 @@ MAX_SOCKET_PATH = 107
 LINK_SUFFIX = ".link"
 """Appended to the daemon's socket path: the socket that daemons on one host share memory by."""
 
+CONTROL_SUFFIX = ".ctl"
+"""Appended likewise: HTTP for the operator on this host (`kvd status` and its like)."""
+
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 

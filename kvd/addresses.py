@@ -20,6 +20,9 @@ LINK_SUFFIX = ".link"
 CONTROL_SUFFIX = ".ctl"
 """Appended likewise: HTTP for the operator on this host (`kvd status` and its like)."""
 
+CONTROL_HEADER = "X-Kvd-Control"
+"""Asked for by POST: pages in a browser cannot send it to us without asking first."""
+
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 

@@ -98,6 +98,12 @@ def _serve(args: argparse.Namespace) -> int:
     return lifecycle.run(settings)
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    from kvd.ops import doctor
+
+    return doctor.run(args, _overrides(args))
+
+
 def _config_check(args: argparse.Namespace) -> int:
     loaded = _load(args)
     print(effective_toml(loaded), end="")
@@ -142,11 +148,23 @@ _WHOLE: dict[str, Callable[[list[str]], int]] = {"demo": _demo, "bench": _bench}
 # --- settings -------------------------------------------------------------------------------
 
 
-def _load(args: argparse.Namespace) -> Loaded:
+def _overrides(args: argparse.Namespace) -> dict[str, object]:
+    """Settings that were given as flags. Raises ConfigError for flags that nobody knows."""
+    problems = _unknown_arguments(args)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return _flags(args)
+
+
+def _flags(args: argparse.Namespace) -> dict[str, object]:
     names = {doc.name for doc in describe()}
-    overrides = {
+    return {
         name: value for name, value in vars(args).items() if name in names and value is not None
     }
+
+
+def _load(args: argparse.Namespace) -> Loaded:
+    overrides = _flags(args)
     problems = _unknown_arguments(args)
     try:
         loaded = load_with_origins(overrides, args.config)
@@ -241,6 +259,10 @@ def build_parser() -> _Parser:
         return _command(commands, name, text, run)
 
     operator_commands.add_to(add)
+
+    parser_of_doctor = _command(commands, "doctor", "look for what is wrong", _doctor)
+    operator_commands.doctor_arguments(parser_of_doctor)
+    _add_settings(parser_of_doctor)
     keys = commands.add_parser(
         "keys", help="the keys by which daemons know each other", allow_abbrev=False
     )

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from aiohttp import web
 
-from kvd.addresses import HostPort, parse_host_port
+from kvd.addresses import CONTROL_HEADER, HostPort, parse_host_port
 from kvd.errors import ConfigError
 from kvd.keys import KeysError, check_private
 
@@ -26,8 +26,6 @@ MAX_WAIT_S = 10.0
 MAX_LISTED = 512
 MIN_TOKEN = 16
 MAX_TOKEN = 1024
-CONTROL_HEADER = "X-Kvd-Control"
-"""Pages in a browser cannot send it to us without asking first, and we never say yes."""
 
 
 class Subject(Protocol):

@@ -313,7 +313,7 @@ def fingerprint_of(folder: Path) -> tuple[tuple[str, int, int], ...]:
     peers = folder / PEERS_FOLDER
     if not peers.exists():
         return ()
-    found = []
+    found: list[tuple[str, int, int]] = []
     with os.scandir(peers) as entries:
         for entry in entries:
             if entry.name.endswith(".pub") and len(found) < 2 * MAX_PEERS:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from kvd.addresses import CONTROL_SUFFIX, parse_host_port
+from kvd.addresses import CONTROL_HEADER, CONTROL_SUFFIX, parse_host_port
 from kvd.config import load
-from kvd.control import CONTROL_HEADER
 from kvd.errors import ConfigError, KvdError
 from kvd.local.seqpacket import short_address
 from kvd.protocol.codes import Code

@@ -13,6 +13,7 @@ from kvd.errors import ConfigError, KvdError
 from kvd.ops.api import Target, Unanswered, quoted, targets
 
 WATCH_S = 1.0
+ANSWER_S = 300.0
 DRAIN_WAIT_S = 5.0
 """One request's part of the waiting; the daemon cuts it at ten seconds."""
 
@@ -80,6 +81,23 @@ def _one(args: argparse.Namespace) -> Target:
         names = ", ".join(map(str, found[:8]))
         raise ConfigError(f"several daemons are here ({names}); name one with --socket")
     return found[0]
+
+
+def doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `kvd doctor`; those of the settings are added beside them."""
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--quiet", action="store_true", help="only what is wrong")
+    parser.add_argument(
+        "--peer", default="", metavar="HOST:PORT", help="also try this daemon, with a transfer"
+    )
+    parser.add_argument(
+        "--answer",
+        nargs="?",
+        type=float,
+        const=ANSWER_S,
+        metavar="SECONDS",
+        help="offer blocks for another host's --peer, through the daemon here",
+    )
 
 
 # --- status ---------------------------------------------------------------------------------

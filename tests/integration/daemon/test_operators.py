@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from kvd.cli import main
+from kvd.ops import checks_peer
 from kvd.protocol import local
 from kvd.protocol.codes import Code
 from tests.conftest import wait_for
@@ -189,3 +190,43 @@ def test_watch_fits_a_terminal_of_80_columns(pair: Pair) -> None:
     for words in (producer.engine_id, "Engines", "Peers that we ask", "Offers", "Failures"):
         assert words in text
     Path(os.environ.get("KVDTEST_SCREEN", os.devnull)).write_text(text)
+
+
+def test_doctor_moves_known_blocks_from_a_peer(
+    pair: Pair, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = ("--socket", pair.d.socket, "--peer", pair.p.address)
+
+    def look() -> dict[str, Any]:
+        _, out, _ = run(capsys, "doctor", "--json", *at)
+        found = {f["check"]: f for f in json.loads(out)["findings"]}
+        assert found["hello"]["level"] == "ok"
+        assert found["route"]["level"] == "ok"
+        one = found["transfer"]
+        assert isinstance(one, dict)
+        return one
+
+    assert look()["level"] == "warning"
+    assert "kvd doctor --answer" in look()["fix"]
+    command = [sys.executable, "-m", "kvd", "doctor", "--socket", pair.p.socket, "--answer", "120"]
+    answerer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        moved = wait_for(
+            lambda: found if (found := look())["level"] != "warning" else None,
+            60,
+            what="it is offered",
+        )
+        assert moved["level"] == "ok", moved
+        assert f"{2 * 16 * 64 * 1024} bytes by" in moved["what"]
+        # Other bytes than were sent are an error: here those that are expected differ.
+        monkeypatch.setattr(checks_peer, "_byte", lambda block, layer: 7)
+        damaged = wait_for(
+            lambda: found if (found := look())["level"] != "warning" else None,
+            60,
+            what="it is offered again",
+        )
+        assert damaged["level"] == "error"
+        assert "are not those that were sent" in damaged["what"]
+    finally:
+        answerer.send_signal(signal.SIGINT)
+        assert answerer.wait(20) == 130

@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvd.addresses import HostPort
-from kvd.control import CONTROL_HEADER, Busy, Control, read_token
+from kvd.addresses import CONTROL_HEADER, HostPort
+from kvd.control import Busy, Control, read_token
 from kvd.errors import ConfigError
 from kvd.http import HttpServer
 from kvd.local.listener import bind
@@ -184,7 +184,7 @@ def test_the_token_is_private_and_long_enough(tmp_path: Path) -> None:
     assert read_token(str(file)) == TOKEN
     assert read_token("") == ""
     file.chmod(0o640)
-    with pytest.raises(ConfigError, match="control_token_file: .*chmod 600"):
+    with pytest.raises(ConfigError, match=r"control_token_file: .*chmod 600"):
         read_token(str(file))
     file.chmod(0o600)
     file.write_text("short")

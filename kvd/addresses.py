@@ -17,6 +17,12 @@ MAX_SOCKET_PATH = 107
 LINK_SUFFIX = ".link"
 """Appended to the daemon's socket path: the socket that daemons on one host share memory by."""
 
+CONTROL_SUFFIX = ".ctl"
+"""Appended likewise: HTTP for the operator on this host (`kvd status` and its like)."""
+
+CONTROL_HEADER = "X-Kvd-Control"
+"""Asked for by POST: pages in a browser cannot send it to us without asking first."""
+
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 

@@ -65,6 +65,8 @@ def _parse_and_run(args: list[str]) -> int:
         parser.print_help()
         return EX_USAGE
     known.rest = rest
+    if rest and not hasattr(known, "config"):
+        raise UsageError("\n".join(_unknown_arguments(known)))
     return run(known)
 
 
@@ -74,7 +76,8 @@ def _unknown_arguments(args: argparse.Namespace) -> list[str]:
     for argument in args.rest:
         name = argument.partition("=")[0]
         if name.startswith("-"):
-            lines.append(f"{name}: unknown flag{nearest(name, args.flags)}")
+            flags = getattr(args, "flags", ())
+            lines.append(f"{name}: unknown flag{nearest(name, flags)}")
         else:
             lines.append(f"{argument}: unexpected argument")
     return lines
@@ -95,6 +98,12 @@ def _serve(args: argparse.Namespace) -> int:
     return lifecycle.run(settings)
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    from kvd.ops import doctor
+
+    return doctor.run(args, _overrides(args))
+
+
 def _config_check(args: argparse.Namespace) -> int:
     loaded = _load(args)
     print(effective_toml(loaded), end="")
@@ -102,8 +111,6 @@ def _config_check(args: argparse.Namespace) -> int:
 
 
 def _version(args: argparse.Namespace) -> int:
-    if args.rest:
-        raise UsageError("\n".join(_unknown_arguments(args)))
     versions = {
         "kvd": __version__,
         "protocol": f"{PROTO_MAJOR}.{PROTO_MINOR}",
@@ -141,11 +148,23 @@ _WHOLE: dict[str, Callable[[list[str]], int]] = {"demo": _demo, "bench": _bench}
 # --- settings -------------------------------------------------------------------------------
 
 
-def _load(args: argparse.Namespace) -> Loaded:
+def _overrides(args: argparse.Namespace) -> dict[str, object]:
+    """Settings that were given as flags. Raises ConfigError for flags that nobody knows."""
+    problems = _unknown_arguments(args)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return _flags(args)
+
+
+def _flags(args: argparse.Namespace) -> dict[str, object]:
     names = {doc.name for doc in describe()}
-    overrides = {
+    return {
         name: value for name, value in vars(args).items() if name in names and value is not None
     }
+
+
+def _load(args: argparse.Namespace) -> Loaded:
+    overrides = _flags(args)
     problems = _unknown_arguments(args)
     try:
         loaded = load_with_origins(overrides, args.config)
@@ -232,6 +251,22 @@ def build_parser() -> _Parser:
     actions = config.add_subparsers(title="actions", metavar="ACTION", required=True)
     text = "print the effective settings, or every mistake in them"
     _add_settings(_command(actions, "check", text, _config_check))
+
+    from kvd.ops import commands as operator_commands
+    from kvd.ops import keys as keys_command
+
+    def add(name: str, text: str, run: Command) -> argparse.ArgumentParser:
+        return _command(commands, name, text, run)
+
+    operator_commands.add_to(add)
+
+    parser_of_doctor = _command(commands, "doctor", "look for what is wrong", _doctor)
+    operator_commands.doctor_arguments(parser_of_doctor)
+    _add_settings(parser_of_doctor)
+    keys = commands.add_parser(
+        "keys", help="the keys by which daemons know each other", allow_abbrev=False
+    )
+    keys_command.add_arguments(keys)
 
     version = _command(commands, "version", "print versions", _version)
     version.add_argument("--json", action="store_true", help="as one JSON object")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -12,21 +13,24 @@ import structlog
 import zmq
 import zmq.asyncio
 
-from kvd import __version__
-from kvd.addresses import LINK_SUFFIX, parse_network
+from kvd import __version__, state
+from kvd.addresses import CONTROL_SUFFIX, LINK_SUFFIX, parse_network
 from kvd.attachments import Attachments
+from kvd.control import Busy, Control, read_token, wait_event
 from kvd.core import events
 from kvd.core.machine import Core
 from kvd.data_plane import DataPlane
 from kvd.dispatch import Dispatcher
 from kvd.drops import Drops
 from kvd.errors import KvdError
+from kvd.history import History
 from kvd.http import HttpServer
 from kvd.local.listener import BindError, Listener, bind, from_systemd
 from kvd.local.server import LocalServer
 from kvd.metrics import Metrics
 from kvd.peers.bootstrap import answer as bootstrap_answer
 from kvd.peers.client import PeerOptions
+from kvd.peers.curve import Curve, ZapHandler, reload_when_changed
 from kvd.peers.identity import identify
 from kvd.peers.link_server import LinkServer
 from kvd.peers.server import PeerServer
@@ -59,6 +63,8 @@ class Daemon:
         self.settings = settings
         self.metrics = metrics
         self.draining = False
+        self.stopping = False
+        """Whether it ends by itself once nothing is in flight."""
         self.addresses: dict[str, Any] = {}
         """Where it is reached, once started: for the discovery file and the log."""
         self.serving = False
@@ -76,7 +82,18 @@ class Daemon:
         self._executor = ThreadPoolExecutor(MEMORY_THREADS, thread_name_prefix="kvd-memory")
         self._context = zmq.asyncio.Context()
         self._context.set(zmq.MAX_SOCKETS, SOCKETS_PER_PEER * settings.max_peers + 64)
-        self._http = HttpServer(metrics, ready=self._not_ready, bootstrap=self._bootstrap)
+        self._curve = Curve(settings.keys) if settings.keys else None
+        self._zap: ZapHandler | None = None
+        self._history = History()
+        self._started = time.monotonic()
+        control = Control(
+            self,
+            token=read_token(settings.control_token_file),
+            address=lambda: self._http.address,
+        )
+        self._http = HttpServer(
+            metrics, ready=self._not_ready, bootstrap=self._bootstrap, routes=control.add_to
+        )
         self._bootstrap_http = HttpServer(metrics, ready=self._not_ready, bootstrap=self._bootstrap)
         self._data = DataPlane(settings, metrics)
         self._server = PeerServer(
@@ -88,6 +105,7 @@ class Daemon:
             heartbeat_s=settings.heartbeat_s,
             peer_timeout_s=settings.peer_timeout_s,
             max_clients=settings.max_clients,
+            curve=self._curve,
         )
 
     # --- life -------------------------------------------------------------------------------
@@ -98,6 +116,9 @@ class Daemon:
         listener = from_systemd() or bind(settings.socket)
         self._closers.append(listener.close)
         link_listener = self._bind_link(listener.path + LINK_SUFFIX)
+        if self._curve is not None:
+            # Before anybody can connect: without it ZMQ turns everybody away.
+            self._zap = ZapHandler(self._context, self._curve, self._drops)
         bound = self._server.bind(*settings.listen_at)
         told = settings.advertise_at
         self.advertise = bound if told is None else PeerAddr(told.host, told.port or bound.port)
@@ -123,6 +144,7 @@ class Daemon:
                 heartbeat_s=settings.heartbeat_s,
                 peer_timeout_s=settings.peer_timeout_s,
                 connect_timeout_s=settings.connect_timeout_s,
+                curve=self._curve,
             ),
             feed=self._feed,
             tasks=self._tasks,
@@ -163,6 +185,7 @@ class Daemon:
             attachments=self._attachments,
             data=self._data,
             metrics=self.metrics,
+            history=self._history,
         )
         self._reactor = Reactor(
             self._core,
@@ -173,6 +196,11 @@ class Daemon:
         link = "" if self._links is None else self._links.path
         self._run(self._server.serve(self.identity, link), "peer-server")
         self._run(self._watch(), "watch")
+        if self._curve is not None and self._zap is not None:
+            self._run(self._zap.serve(), "zap")
+            changed = self._server.recheck_keys
+            self._run(reload_when_changed(self._curve, self._executor, changed), "keys")
+        await self._serve_control(listener.path + CONTROL_SUFFIX)
         self._local.start()
         self.serving = True
         self.addresses = {
@@ -191,14 +219,20 @@ class Daemon:
         """Returns once a drain has ended, or a part that must not end has ended."""
         await self._stopped.wait()
 
-    def drain(self) -> None:
-        """Takes nothing new; stops when nothing is in flight, or after drain_timeout_s."""
-        if self.draining or not self.serving:
+    def drain(self, *, stop: bool = True) -> None:
+        """Takes nothing new. With `stop` it ends when nothing is in flight, or after
+        drain_timeout_s; without, it stays up, drained, until it is told to end.
+        """
+        if not self.serving:
             return
-        self.draining = True
-        log.info("draining", timeout_s=self.settings.drain_timeout_s, **self.in_flight())
-        self._feed(events.DrainStarted())
-        self._run(self._wait_idle(), "drain")
+        if not self.draining:
+            self.draining = True
+            log.info("draining", timeout_s=self.settings.drain_timeout_s, **self.in_flight())
+            self._feed(events.DrainStarted())
+            self._after()
+        if stop and not self.stopping:
+            self.stopping = True
+            self._run(self._wait_idle(), "drain")
 
     def stop_now(self) -> None:
         """Makes `run_until_stopped` return at once."""
@@ -225,6 +259,8 @@ class Daemon:
         if not await self._tasks.wait(STOP_TIMEOUT_S):
             await self._tasks.cancel()
         self._server.close()
+        if self._zap is not None:
+            self._zap.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
         for close in reversed(self._closers):
             close()
@@ -233,6 +269,53 @@ class Daemon:
         log.info("stopped")
 
     # --- state ------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, object]:
+        """Everything about it, as plain values (`kvd.state`)."""
+        return state.collect(
+            core=self._core,
+            peers=self._peers,
+            clients=self._server,
+            history=self._history,
+            settings=self.settings,
+            curve=self._curve,
+            daemon_id=self.identity.daemon_id,
+            addresses=self.addresses,
+            started=self._started,
+            not_ready=self._not_ready(),
+            mapped_bytes=self._mapped_bytes(),
+        )
+
+    def transfers(self, count: int) -> list[dict[str, object]]:
+        """The last ones that ended, newest first."""
+        return self._history.last(count)
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Whether, while draining, nothing is in flight any more within `timeout_s`."""
+        return await wait_event(self._idle, timeout_s)
+
+    def release(self, transfer_id: str, engine_id: str | None, *, force: bool) -> list[str]:
+        """Ends the offers of a transfer; returns the engines that had one.
+
+        Raises Busy when a peer reads from one of them, unless by `force`: its fetch then fails
+        as revoked.
+        """
+        ended = []
+        found = [
+            (session, offer)
+            for session in self._core.sessions.by_id.values()
+            for offer in session.offers.values()
+            if offer.transfer_id == transfer_id and engine_id in (None, session.engine_id)
+        ]
+        for _, offer in found:
+            if offer.grants and not force:
+                raise Busy(f"{len(offer.grants)} fetches of {transfer_id} are open (force=true)")
+        for session, offer in found:
+            log.warning("released_by_operator", transfer_id=transfer_id, force=force)
+            message = local.Revoke(transfer_id, offer.generation)
+            self._feed(events.ShimMessage(session.id, message))
+            ended.append(session.engine_id)
+        return ended
 
     def in_flight(self) -> dict[str, int]:
         """What a drain waits for. Offers count: their consumers were told to come for them."""
@@ -265,11 +348,24 @@ class Daemon:
         metrics.set_peers(self._peers.by_state())
         metrics.set_clients(len(self._server))
         metrics.set_sessions(len(self._local))
-        metrics.set_mapped_bytes(self._local.mapped_nbytes() + self._attachments.mapped_nbytes())
+        metrics.set_mapped_bytes(self._mapped_bytes())
         metrics.late_bytes(self._attachments.take_late_bytes())
         self._data.count()
 
     # --- inside -----------------------------------------------------------------------------
+
+    def _mapped_bytes(self) -> int:
+        return self._local.mapped_nbytes() + self._attachments.mapped_nbytes()
+
+    async def _serve_control(self, path: str) -> None:
+        """HTTP on a Unix socket that only our user can open."""
+        try:
+            listener = bind(path, any_length=True, kind=socket.SOCK_STREAM)
+        except BindError as e:
+            log.warning("no_control_socket", detail=e.detail, effect="kvd status needs --at")
+            return
+        self._closers.append(listener.close)
+        await self._http.start_unix(listener.sock)
 
     def _run(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         """A task without which the daemon is none: should it fail, the daemon stops."""

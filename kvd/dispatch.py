@@ -13,6 +13,7 @@ from kvd.attachments import Attachments
 from kvd.core import events
 from kvd.core import instructions as ask
 from kvd.data_plane import DataPlane
+from kvd.history import History
 from kvd.local.server import LocalServer
 from kvd.logging import OncePerKind
 from kvd.metrics import Metrics
@@ -46,7 +47,9 @@ class Dispatcher:
         attachments: Attachments,
         data: DataPlane,
         metrics: Metrics,
+        history: History,
     ) -> None:
+        self._history = history
         self._feed = feed
         self._local = local
         self._server = server
@@ -131,6 +134,7 @@ class Dispatcher:
 
     def _record(self, i: ask.Record) -> None:
         self._metrics.record(i)
+        self._history.record(i)
         # An engine or a peer may wait for what follows; the line can wait for both.
         self._loop.call_soon(self._log, i)
 

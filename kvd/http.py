@@ -1,4 +1,4 @@
-"""/metrics, /healthz and /readyz over HTTP.
+"""/metrics, /healthz, /readyz and /v1 over HTTP, on a TCP address and on a Unix socket.
 
 Whoever reaches the port may be slow, silent or greedy: each connection serves one request, lives
 at most CONNECTION_S seconds whatever it does, and only MAX_CONNECTIONS of them are open at once.
@@ -80,6 +80,7 @@ class HttpServer:
         ready: Reasons,
         healthy: Reasons = dict,
         bootstrap: Callable[[], Mapping[str, object]] = dict,
+        routes: Callable[[web.Application], None] = lambda app: None,
         connection_s: float = CONNECTION_S,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
@@ -87,10 +88,11 @@ class HttpServer:
         self._ready = ready
         self._healthy = healthy
         self._bootstrap = bootstrap
+        self._routes = routes
         self._connection_s = connection_s
         self._max_connections = max_connections
         self._open: set[_Bounded] = set()
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._runner: web.AppRunner | None = None
         self.address: HostPort | None = None
         """Where it listens; the port is the real one."""
@@ -103,11 +105,36 @@ class HttpServer:
     async def start(self, at: HostPort, setting: str = "metrics") -> HostPort:
         """Listens; returns the bound address. Raises BindError that names the setting."""
         sock = bind_tcp(setting, at)
+        await self._listen(sock)
+        self.address = HostPort(at.host, sock.getsockname()[1])
+        return self.address
+
+    async def start_unix(self, sock: socket.socket) -> None:
+        """Serves the same on a bound and listening Unix stream socket; takes it over."""
+        await self._listen(sock)
+
+    async def _listen(self, sock: socket.socket) -> None:
+        try:
+            if self._runner is None:
+                await self._set_up()
+            loop = asyncio.get_running_loop()
+            if sock.family == socket.AF_UNIX:
+                server = await loop.create_unix_server(self._accept, sock=sock)
+            else:
+                server = await loop.create_server(self._accept, sock=sock)
+        except BaseException:
+            sock.close()
+            await self.aclose()
+            raise
+        self._servers.append(server)
+
+    async def _set_up(self) -> None:
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_get("/metrics", self._get_metrics)
         app.router.add_get("/healthz", self._get_healthz)
         app.router.add_get("/readyz", self._get_readyz)
         app.router.add_get(PATH, self._get_bootstrap)
+        self._routes(app)
         app.on_response_prepare.append(_one_request)
         self._runner = web.AppRunner(
             app,
@@ -118,15 +145,7 @@ class HttpServer:
             lingering_time=1.0,
             shutdown_timeout=1.0,
         )
-        try:
-            await self._runner.setup()
-            self._server = await asyncio.get_running_loop().create_server(self._accept, sock=sock)
-        except BaseException:
-            sock.close()
-            await self.aclose()
-            raise
-        self.address = HostPort(at.host, sock.getsockname()[1])
-        return self.address
+        await self._runner.setup()
 
     def _accept(self) -> asyncio.Protocol:
         assert self._runner is not None
@@ -138,9 +157,8 @@ class HttpServer:
 
     async def aclose(self) -> None:
         """Stops listening and ends every connection, within CLOSE_TIMEOUT_S."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        while self._servers:
+            self._servers.pop().close()
         for connection in tuple(self._open):
             connection.abort()
         if self._runner is not None:

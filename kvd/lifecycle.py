@@ -96,7 +96,7 @@ def _on_signals(daemon: Daemon, notifier: Notifier) -> None:
     """The first signal drains, the second stops at once, a third is not needed."""
 
     def on_signal(name: str) -> None:
-        if daemon.draining or not daemon.serving:
+        if daemon.stopping or not daemon.serving:
             log.warning("stopping_now", signal=name)
             daemon.stop_now()
         else:

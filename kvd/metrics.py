@@ -50,8 +50,12 @@ DROPS: Mapping[str, tuple[str, ...]] = {
     ),
     "peer_server": (
         "multipart", "bad_message", "version_mismatch", "overloaded", "stale_epoch",
-        "peer_not_allowed", "max_clients", "queue_full",
+        "peer_not_allowed", "max_clients", "queue_full", "daemon_id_taken",
     ),
+    "curve": (
+        "unknown_key", "wrong_server_key", "mechanism_mismatch", "bad_handshake", "key_removed",
+    ),
+    "curve_client": ("no_key_fits",),
     "peer_client": ("bad_message", "version_mismatch", "overloaded", "queue_full"),
     "link": ("accept", "max_links", "undecodable", "bad_message", "uid", "unproven", *_ENDS),
     "data": (

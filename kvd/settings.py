@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
@@ -90,7 +91,7 @@ class Settings(BaseSettings):
     )
     metrics: str = _setting(
         "127.0.0.1:0",
-        'host:port of /metrics, /healthz and /readyz; "" serves none',
+        'host:port of /metrics, /healthz, /readyz and /v1; "" serves none',
         group="Addresses",
     )
     bootstrap: str = _setting(
@@ -110,10 +111,24 @@ class Settings(BaseSettings):
         "networks, with commas between, that other daemons may be in, to ask or to be asked",
         group="Security",
     )
+    keys: str = _setting(
+        "",
+        "folder of this daemon's keys and its peers' (kvd keys init); with it, daemons encrypt "
+        'what they say and know each other by key; "" is none',
+        group="Security",
+    )
     insecure: bool = _setting(
         False,
-        "allow addresses that other hosts can reach, although peers are not authenticated",
+        "allow addresses that other hosts can reach, although there are no keys",
         group="Security",
+    )
+
+    control_token_file: str = _setting(
+        "",
+        "file with the token that POST requests to the metrics address need; without one they are "
+        "taken on loopback and on the Unix socket only",
+        group="Security",
+        shown='""',
     )
 
     # --- how bytes move
@@ -265,6 +280,11 @@ class Settings(BaseSettings):
     def _socket(cls, value: str) -> str:
         return check_socket_path(value or default_socket_path())
 
+    @field_validator("keys", "control_token_file")
+    @classmethod
+    def _keys(cls, value: str) -> str:
+        return os.path.abspath(os.path.expanduser(value)) if value else ""
+
     @field_validator("listen")
     @classmethod
     def _listen(cls, value: str) -> str:
@@ -309,15 +329,15 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _together(self) -> Settings:
-        if not self.insecure:
+        if not self.insecure and not self.keys:
             for name in ("listen", "data_listen"):
                 at = getattr(self, name)
                 if at and not parse_bind(at).is_loopback:
                     raise ValueError(
-                        f"{name}: {at} can be reached from other hosts, and this version of kvd "
-                        "neither authenticates nor encrypts what daemons say to each other. Keep "
-                        "to a loopback address, or set insecure = true if every host that can "
-                        "reach it is trusted"
+                        f"{name}: {at} can be reached from other hosts, and without keys daemons "
+                        "neither authenticate nor encrypt what they say to each other. Keep to a "
+                        "loopback address, make keys (kvd keys init) and name their folder with "
+                        "keys, or set insecure = true if every host that can reach it is trusted"
                     )
         if self.listen_at.is_wildcard and not self.advertise:
             raise ValueError(

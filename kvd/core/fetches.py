@@ -210,6 +210,8 @@ class Fetches:
             early_bytes=fetch.early,
             seconds=self.ctx.now - fetch.asked_at,
             stages=stages,
+            peer=str(message.remote),
+            detail=failure.detail,
         )
         return FetchState.TOLD
 

@@ -42,7 +42,7 @@ class Listener:
                 os.unlink(self.path)
 
 
-def bind(path: str, *, any_length: bool = False) -> Listener:
+def bind(path: str, *, any_length: bool = False, kind: int = socket.SOCK_SEQPACKET) -> Listener:
     """Listens at `path` (mode 0600; its folder is made 0700 if missing).
 
     A file left behind by a daemon that died is replaced. Raises BindError: path too long, in use
@@ -58,8 +58,8 @@ def bind(path: str, *, any_length: bool = False) -> Listener:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(folder):
-            _remove_stale(path)
-            return _bind(path)
+            _remove_stale(path, kind)
+            return _bind(path, kind)
     except OSError as e:
         raise BindError(
             f"cannot listen at {path}: {os.strerror(e.errno) if e.errno else e} "
@@ -121,7 +121,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _remove_stale(path: str) -> None:
+def _remove_stale(path: str, kind: int) -> None:
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -129,7 +129,7 @@ def _remove_stale(path: str) -> None:
     if not stat.S_ISSOCK(found.st_mode):
         raise BindError(f"{path} exists and is no socket: remove it, or give another --socket")
     try:
-        probe = connect(path)
+        probe = connect(path, kind)
     except OSError as e:
         if e.errno == errno.ECONNREFUSED:
             os.unlink(path)
@@ -142,10 +142,8 @@ def _remove_stale(path: str) -> None:
     raise BindError(f"another daemon (pid {pid}) serves {path}: stop it, or give another --socket")
 
 
-def _bind(path: str) -> Listener:
-    sock = socket.socket(
-        socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-    )
+def _bind(path: str, kind: int) -> Listener:
+    sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
         # The kernel makes the file with the socket's own mode, so there is no moment at which
         # others could connect (unlike chmod after bind), and no process-wide umask to change.

@@ -271,11 +271,9 @@ def short_address(path: str) -> Iterator[str]:
         os.close(folder)
 
 
-def connect(path: str) -> socket.socket:
-    """A non-blocking SEQPACKET connection. Raises OSError; EAGAIN when the backlog is full."""
-    sock = socket.socket(
-        socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-    )
+def connect(path: str, kind: int = socket.SOCK_SEQPACKET) -> socket.socket:
+    """A non-blocking connection. Raises OSError; EAGAIN when the backlog is full."""
+    sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
         with short_address(path) as address:
             sock.connect(address)

@@ -24,7 +24,9 @@ from kvd.addresses import Network
 from kvd.core import events
 from kvd.drops import Drops
 from kvd.errors import KvdError, ProtocolError
+from kvd.keys import PeerKey
 from kvd.peers import bootstrap, wire
+from kvd.peers.curve import Curve
 from kvd.peers.identity import Identity
 from kvd.peers.link import LinkClient
 from kvd.peers.resolve import candidates, tcp_url
@@ -47,12 +49,17 @@ ENDINGS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 CLOSE_LINGER_MS = 200
 """What was said last (a fetch is closed, an attachment given up) may still leave."""
 
 
 class PeerProblem(KvdError):
     """Why a peer is not, or no longer, up."""
+
+
+class WrongKey(PeerProblem):
+    """It hung up on the key that we took for its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,7 @@ class PeerOptions:
     heartbeat_s: float
     peer_timeout_s: float
     connect_timeout_s: float
+    curve: Curve | None = None
 
 
 class PeerClient:
@@ -84,6 +92,14 @@ class PeerClient:
         """The numeric address that we talk to, while up."""
         self.link: LinkClient | None = None
         self.up = False
+        self.key = ""
+        """The name of the key that it holds, where there are keys."""
+        self.rtt_s = -1.0
+        """Of the last heartbeat; -1 before the first."""
+        self.problem = ""
+        """Why it was down last."""
+        self.daemon_id = ""
+        self._beat: tuple[int, float] = (0, 0.0)
         self._context = context
         self._options = options
         self._feed = feed
@@ -155,16 +171,17 @@ class PeerClient:
         options = self._options
         address = await self._locate()
         ips = await candidates(address.host, address.port, options.allow, options.connect_timeout_s)
+        problem = PeerProblem(f"{address} has no address", Code.PEER_UNREACHABLE)
         for ip in ips:
             try:
-                welcome = await self._handshake(ip)
+                welcome = await self._greet(ip)
                 break
             except PeerProblem as e:
-                self._close(0)
-                if ip == ips[-1] or e.code is not Code.PEER_UNREACHABLE:
+                problem = e
+                if e.code is not Code.PEER_UNREACHABLE:
                     raise
         else:
-            raise PeerProblem(f"{address} has no address", Code.PEER_UNREACHABLE)
+            raise problem
         self.ip = ip
         same_host = await self._open_link(welcome)
         log.info(
@@ -175,6 +192,7 @@ class PeerClient:
             same_host=same_host,
         )
         self.up = True
+        self.daemon_id = welcome.daemon_id
         self._was_down = False
         self._feed(events.PeerUp(self.address, welcome.daemon_id, self._boot_id, same_host))
         await self._unless_broken(self._stay())
@@ -188,7 +206,36 @@ class PeerClient:
             self._target = await bootstrap.locate(self.address, options.allow, timeout_s)
         return self._target
 
-    async def _handshake(self, ip: str) -> peer.PeerWelcome:
+    async def _greet(self, ip: str) -> peer.PeerWelcome:
+        """One address: with CURVE, each key that may be its is tried, until one is."""
+        curve, address = self._options.curve, self._target
+        if curve is None:
+            return await self._attempt(ip, None)
+        tried: list[str] = []
+        for key in curve.candidates(address.host, ip, address.port):
+            try:
+                welcome = await self._attempt(ip, key)
+            except WrongKey:
+                tried.append(key.name)
+                continue
+            curve.fitted(ip, address.port, key)
+            self.key = key.name
+            return welcome
+        self._drops.drop("curve_client", "no_key_fits", peer=str(address), tried=tried)
+        raise PeerProblem(
+            f"{address} has none of the keys that are trusted at its address "
+            f"({', '.join(tried) or 'none'}; kvd keys list), has no keys at all, or broke off",
+            Code.PEER_NOT_ALLOWED,
+        )
+
+    async def _attempt(self, ip: str, key: PeerKey | None) -> peer.PeerWelcome:
+        try:
+            return await self._handshake(ip, key)
+        except PeerProblem:
+            self._close(0)
+            raise
+
+    async def _handshake(self, ip: str, key: PeerKey | None) -> peer.PeerWelcome:
         options = self._options
         loop = asyncio.get_running_loop()
         self._problem = loop.create_future()
@@ -196,6 +243,8 @@ class PeerClient:
         self._dealer = dealer
         dealer.set(zmq.RECONNECT_IVL, -1)
         dealer.set(zmq.CONNECT_TIMEOUT, max(1, int(options.connect_timeout_s * 1000)))
+        if options.curve is not None and key is not None:
+            options.curve.secure_client(dealer, key)
         self._monitor = dealer.get_monitor_socket(ENDINGS)
         self._watcher = asyncio.ensure_future(self._guard(self._watch(self._monitor)))
         try:
@@ -219,9 +268,24 @@ class PeerClient:
         what = zmq.Event(event["event"])
         if what is zmq.Event.CLOSED:
             self._break(PeerProblem(f"{self.address} refuses connections", Code.PEER_UNREACHABLE))
+        elif what is zmq.Event.HANDSHAKE_FAILED_AUTH:
+            self._break(
+                PeerProblem(
+                    f"{self.address} does not know our key; add it there: kvd keys add",
+                    Code.PEER_NOT_ALLOWED,
+                )
+            )
+        elif what is zmq.Event.HANDSHAKE_FAILED_PROTOCOL and event["value"] == _MISMATCH:
+            ours = "has no keys, this one does" if self._options.curve else "asks for keys (CURVE)"
+            self._break(PeerProblem(f"{self.address} {ours}", Code.PEER_NOT_ALLOWED))
+        elif what is zmq.Event.HANDSHAKE_FAILED_NO_DETAIL and self._options.curve is not None:
+            self._break(WrongKey(f"{self.address}: {what.name}", Code.PEER_NOT_ALLOWED))
         elif what is not zmq.Event.MONITOR_STOPPED:
             code = Code.PEER_LOST if self.up else Code.PEER_UNREACHABLE
-            self._break(PeerProblem(f"{self.address} closed the connection ({what.name})", code))
+            hint = "" if self.up else "; it may ask for keys (CURVE)"
+            self._break(
+                PeerProblem(f"{self.address} closed the connection ({what.name}){hint}", code)
+            )
 
     async def _guard(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """What runs beside the connection ends it when it fails."""
@@ -309,7 +373,8 @@ class PeerClient:
         self._heard = time.monotonic()
         match body:
             case peer.HeartbeatAck():
-                pass
+                if body.seq == self._beat[0]:
+                    self.rtt_s = self._heard - self._beat[1]
             case peer.PeerRefused():
                 raise _refused(self.address, body)
             case peer.PeerWelcome():
@@ -330,6 +395,7 @@ class PeerClient:
         options = self._options
         last = time.monotonic()
         for seq in itertools.count(1):
+            self._beat = (seq, time.monotonic())
             self._send(peer.Heartbeat(seq))
             await asyncio.sleep(options.heartbeat_s)
             now = time.monotonic()
@@ -353,6 +419,10 @@ class PeerClient:
             self._break(PeerProblem(e.detail, e.code))
             return
         error = send_nowait(dealer, [data])
+        if isinstance(error, zmq.Again) and not self.up:
+            # The attempt has failed already, so that there is nothing to send by; the monitor
+            # is about to say why.
+            return
         if isinstance(error, zmq.Again):
             self._drops.drop("peer_client", "queue_full", peer=str(self.address))
             self._break(PeerProblem(f"{self.address} takes no messages", Code.OVERLOADED))
@@ -367,6 +437,7 @@ class PeerClient:
     def _down(self, error: KvdError) -> None:
         """Every failed attempt is told, so that who waits for this peer need not wait longer."""
         first, self._was_down = self.up or not self._was_down, True
+        self.problem = error.detail
         self._close(0)
         if self._retired:
             return

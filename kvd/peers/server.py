@@ -13,12 +13,14 @@ import structlog
 import zmq
 import zmq.asyncio
 
+from kvd import keys
 from kvd.addresses import Network
 from kvd.core import events
 from kvd.drops import Drops
 from kvd.errors import ProtocolError
 from kvd.local.listener import BindError
 from kvd.peers import wire
+from kvd.peers.curve import FAILURES, Curve, count_failures
 from kvd.peers.identity import Identity
 from kvd.peers.link import NONCE_NBYTES
 from kvd.peers.resolve import in_networks, tcp_url
@@ -38,6 +40,9 @@ class _Client:
     boot_id: int
     nonce: bytes
     seen: float
+    key: str = ""
+    """Name of the key that it proved to hold; empty where there are no keys."""
+    source: str = ""
 
 
 class PeerServer:
@@ -54,8 +59,11 @@ class PeerServer:
         heartbeat_s: float,
         peer_timeout_s: float,
         max_clients: int,
+        curve: Curve | None = None,
     ) -> None:
         self._context = context
+        self._curve = curve
+        self._monitor: zmq.asyncio.Socket | None = None
         self._feed = feed
         self._on_left = on_left
         self._allow = allow
@@ -85,10 +93,14 @@ class PeerServer:
         # Half-open connections are closed below us as well.
         router.set(zmq.HEARTBEAT_IVL, max(1, int(self._heartbeat_s * 1000)))
         router.set(zmq.HEARTBEAT_TIMEOUT, max(1, int(self._timeout_s * 1000)))
+        if self._curve is not None:
+            self._curve.secure_server(router)
+        self._monitor = router.get_monitor_socket(FAILURES)
         try:
             router.bind(tcp_url(ip, port))
         except zmq.ZMQError as e:
-            router.close(0)
+            self._socket = router
+            self.close()
             raise BindError(
                 f"cannot listen at {PeerAddr(ip, port) if port else ip}: {error_text(e)} "
                 "(give another address with --listen; port 0 takes any free one)"
@@ -103,10 +115,16 @@ class PeerServer:
         async with asyncio.TaskGroup() as both:
             both.create_task(self._receive())
             both.create_task(self._sweep())
+            if self._monitor is not None:
+                both.create_task(count_failures(self._monitor, self._drops))
 
     def close(self) -> None:
         """Closes the socket. No ClientLeft is fed: the daemon is going."""
         if self._socket is not None:
+            self._socket.disable_monitor()
+            if self._monitor is not None:
+                self._monitor.close(0)
+                self._monitor = None
             self._socket.close(0)
             self._socket = None
 
@@ -143,6 +161,29 @@ class PeerServer:
             self._send(known.route, peer.PeerRefused(code, detail[:500]))
             self.leave(client, code, detail)
 
+    def recheck_keys(self) -> None:
+        """Throws out those whose key is not authorised any more."""
+        if self._curve is None:
+            return
+        names = {keys.OWN, *(key.name for key in self._curve.ring.peers)}
+        for client in [c for c in self._by_number.values() if c.key not in names]:
+            self._drops.drop("curve", "key_removed", key=client.key)
+            self.throw_out(client.number, Code.PEER_NOT_ALLOWED, "its key was removed")
+
+    def clients(self) -> list[dict[str, object]]:
+        """Who is connected, for `kvd status`: daemon_id, source, key, and seconds of silence."""
+        now = time.monotonic()
+        return [
+            {
+                "client": c.number,
+                "daemon_id": c.daemon_id,
+                "source": c.source,
+                "key": c.key,
+                "silent_s": now - c.seen,
+            }
+            for c in self._by_number.values()
+        ]
+
     def nonce_of(self, daemon_id: str, boot_id: int) -> tuple[int, bytes] | None:
         """Number and nonce of the client that said hello with these."""
         known = self._by_daemon.get(daemon_id)
@@ -171,7 +212,7 @@ class PeerServer:
             self._refuse(route, known, e.code, e.detail)
             return
         if isinstance(body, peer.PeerHello):
-            self._hello(route, epoch, body, _source(frames))
+            self._hello(route, epoch, body, _source(frames), _property(frames, "User-Id"))
             return
         if known is None:
             # We forgot it (it was silent too long), or it never introduced itself.
@@ -187,7 +228,9 @@ class PeerServer:
         else:
             self._feed(events.ClientMessage(known.number, body))
 
-    def _hello(self, route: bytes, epoch: int, hello: peer.PeerHello, source: str) -> None:
+    def _hello(
+        self, route: bytes, epoch: int, hello: peer.PeerHello, source: str, key: str
+    ) -> None:
         identity = self._identity
         if identity is None:
             return
@@ -195,6 +238,12 @@ class PeerServer:
             self._drops.drop("peer_server", "peer_not_allowed", source=source)
             detail = f"{source or 'your address'} is in none of allow_peers of {identity.daemon_id}"
             self._refuse(route, None, Code.PEER_NOT_ALLOWED, detail)
+            return
+        taken = self._by_daemon.get(hello.daemon_id)
+        if taken is not None and taken.key != key:
+            # One peer must not be able to push another off by using its name.
+            self._drops.drop("peer_server", "daemon_id_taken", source=source, key=key)
+            self._refuse(route, None, Code.PEER_NOT_ALLOWED, "another key has that daemon_id")
             return
         for old in (self._by_route.get(route), self._by_daemon.get(hello.daemon_id)):
             if old is not None:
@@ -211,6 +260,8 @@ class PeerServer:
             boot_id=epoch,
             nonce=secrets.token_bytes(NONCE_NBYTES),
             seen=time.monotonic(),
+            key=key,
+            source=source,
         )
         self._by_number[client.number] = client
         self._by_route[route] = client
@@ -222,6 +273,7 @@ class PeerServer:
             daemon_id=hello.daemon_id,
             version=hello.version,
             source=source,
+            key=key,
             same_host=same_host,
         )
         self._feed(
@@ -283,7 +335,11 @@ class PeerServer:
 
 def _source(frames: Sequence[zmq.Frame]) -> str:
     """The IP address that a message came from, as ZMQ knows it."""
+    return _property(frames, "Peer-Address")
+
+
+def _property(frames: Sequence[zmq.Frame], name: str) -> str:
     try:
-        return str(frames[-1].get("Peer-Address"))
+        return str(frames[-1].get(name))
     except (zmq.ZMQError, ValueError):
         return ""

@@ -76,6 +76,22 @@ class PeerTable:
             counts[client.state] += 1
         return counts
 
+    def views(self) -> list[dict[str, object]]:
+        """Each peer for `kvd status`: address, state, who and where it is, seconds of RTT."""
+        return [
+            {
+                "address": str(client.address),
+                "state": client.state,
+                "daemon_id": client.daemon_id,
+                "ip": client.ip,
+                "key": client.key,
+                "same_host": client.link is not None,
+                "rtt_s": client.rtt_s if client.up else -1.0,
+                "problem": "" if client.up else client.problem,
+            }
+            for client, _ in self._peers.values()
+        ]
+
     def close(self) -> None:
         for address in list(self._peers):
             self.disconnect(address)

@@ -1,0 +1,1 @@
+"""What operators run beside the daemon: status, transfers, healthcheck, drain, doctor, keys."""

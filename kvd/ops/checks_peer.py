@@ -200,7 +200,7 @@ def _answer(dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], keyed: bool) 
     poller.register(monitor, zmq.POLLIN)
     deadline = time.monotonic() + HELLO_S
     while (left := deadline - time.monotonic()) > 0:
-        ready = dict(poller.poll(left * 1000))
+        ready = dict(poller.poll(int(left * 1000) + 1))
         if dealer in ready:
             try:
                 _, body = wire.decode_to_consumer(dealer.recv())

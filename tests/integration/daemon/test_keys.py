@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,9 @@ def test_strangers_are_refused_and_counted_and_a_good_peer_is_served(
     for consumer in consumers.values():
         consumer.up()
 
+    def counted(reason: str, before: float) -> bool:
+        return p.metric("kvd_dropped_total", where="curve", reason=reason) > before
+
     assert keyed.fetch(consumers["good"])[0] == Code.OK
     for name, reason, says in (
         ("stranger", "unknown_key", "does not know our key"),
@@ -99,12 +103,7 @@ def test_strangers_are_refused_and_counted_and_a_good_peer_is_served(
         allowed = {Code.PEER_NOT_ALLOWED} | ({Code.PEER_UNREACHABLE} if name == "none" else set())
         assert code in allowed, (name, code, detail)
         assert says in detail
-        wait_for(
-            lambda reason=reason, before=before: (
-                p.metric("kvd_dropped_total", where="curve", reason=reason) > before
-            ),
-            what=f"{name} is counted as {reason}",
-        )
+        wait_for(partial(counted, reason, before), what=f"{name} is counted as {reason}")
         assert keyed.fetch(consumers["good"])[0] == Code.OK
     assert p.metric("kvd_clients") <= 1
     assert {line["daemon_id"] for line in p.lines("client_joined")} == {

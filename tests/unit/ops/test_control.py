@@ -35,7 +35,7 @@ class Subject:
         return {"daemon": {"pid": 1}}
 
     def transfers(self, count: int) -> list[dict[str, object]]:
-        return [{"n": n} for n in range(count)][:3]
+        return [dict[str, object](n=n) for n in range(count)][:3]
 
     def in_flight(self) -> Mapping[str, int]:
         return {"fetches": 0 if self.idle else 2}
@@ -70,7 +70,7 @@ class Site:
         await self.server.start_unix(self.listener.sock)
 
     async def ask(
-        self, method: str, path: str, *, unix: bool = False, **headers: str
+        self, method: str, path: str, headers: Mapping[str, str] | None = None, unix: bool = False
     ) -> tuple[int, Any]:
         connector = aiohttp.UnixConnector(self.listener.path) if unix else None
         base = "http://localhost" if unix else f"http://{self.server.address}"
@@ -109,27 +109,27 @@ async def test_a_bad_count_is_refused(site: Site, last: str) -> None:
 
 
 async def test_drain_answers_with_what_is_left(site: Site) -> None:
-    status, body = await site.ask("POST", "/v1/drain?wait_s=3", **FROM_HERE)
+    status, body = await site.ask("POST", "/v1/drain?wait_s=3", FROM_HERE)
     assert (status, body) == (202, {"drained": False, "in_flight": {"fetches": 2}})
     site.subject.idle = True
-    status, body = await site.ask("POST", "/v1/drain?wait_s=9999", **FROM_HERE)
+    status, body = await site.ask("POST", "/v1/drain?wait_s=9999", FROM_HERE)
     assert (status, body) == (200, {"drained": True, "in_flight": {"fetches": 0}})
     # It stays up, and a request never waits for long.
     assert site.subject.drains == [False, False]
     assert site.subject.waited == [3.0, 10.0]
     for bad in ("x", "-1", "nan", "inf"):
-        assert (await site.ask("POST", f"/v1/drain?wait_s={bad}", **FROM_HERE))[0] == 400
+        assert (await site.ask("POST", f"/v1/drain?wait_s={bad}", FROM_HERE))[0] == 400
 
 
 async def test_release_names_the_transfer(site: Site) -> None:
     path = "/v1/transfers/a%2Fb/release?engine_id=e"
-    assert await site.ask("POST", path, **FROM_HERE) == (200, {"released": ["engine"]})
+    assert await site.ask("POST", path, FROM_HERE) == (200, {"released": ["engine"]})
     assert site.subject.released == [("a/b", "e", False)]
     site.subject.busy = True
-    assert (await site.ask("POST", path, **FROM_HERE))[0] == 409
-    assert (await site.ask("POST", path + "&force=true", **FROM_HERE))[0] == 200
+    assert (await site.ask("POST", path, FROM_HERE))[0] == 409
+    assert (await site.ask("POST", path + "&force=true", FROM_HERE))[0] == 200
     unknown = "/v1/transfers/unknown/release?force=true"
-    assert (await site.ask("POST", unknown, **FROM_HERE))[0] == 404
+    assert (await site.ask("POST", unknown, FROM_HERE))[0] == 404
 
 
 CHANGES = ["/v1/drain", "/v1/transfers/t/release"]
@@ -138,7 +138,7 @@ CHANGES = ["/v1/drain", "/v1/transfers/t/release"]
 @pytest.mark.parametrize("path", CHANGES)
 async def test_a_page_in_a_browser_may_not(site: Site, path: str) -> None:
     assert (await site.ask("POST", path))[0] == 403
-    assert (await site.ask("POST", path, Host="evil.example", **FROM_HERE))[0] == 403
+    assert (await site.ask("POST", path, {"Host": "evil.example", **FROM_HERE}))[0] == 403
     assert site.subject.drains == []
     assert site.subject.released == []
     assert (await site.ask("POST", path, unix=True))[0] in (200, 202)
@@ -151,7 +151,7 @@ async def test_where_others_reach_the_port_only_the_socket_may(
     site = Site(tmp_run_dir / "ctl", shown=HostPort("10.0.0.1", 9))
     await site.start()
     try:
-        assert (await site.ask("POST", path, **FROM_HERE))[0] == 403
+        assert (await site.ask("POST", path, FROM_HERE))[0] == 403
         assert site.subject.drains == []
         assert site.subject.released == []
         assert (await site.ask("POST", path, unix=True))[0] in (200, 202)
@@ -168,11 +168,11 @@ async def test_with_a_token_only_the_token_may(
     await site.start()
     try:
         for given in ({}, {"Authorization": f"Bearer {TOKEN}x"}, {"Authorization": "Bearer "}):
-            assert (await site.ask("POST", path, **FROM_HERE, **given))[0] == 401
+            assert (await site.ask("POST", path, {**FROM_HERE, **given}))[0] == 401
         assert site.subject.drains == []
         assert site.subject.released == []
         right = {"Authorization": f"Bearer {TOKEN}"}
-        assert (await site.ask("POST", path, **right))[0] in (200, 202)
+        assert (await site.ask("POST", path, right))[0] in (200, 202)
     finally:
         await site.close()
 

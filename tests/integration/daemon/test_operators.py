@@ -187,7 +187,7 @@ def test_watch_fits_a_terminal_of_80_columns(pair: Pair) -> None:
     ]
     assert max(len(line) for screen in screens for line in screen) <= 80
     assert max(map(len, screens)) <= 50
-    text = "\n".join(max(screens, key=lambda screen: len(screen)))
+    text = "\n".join(max(screens, key=lambda screen: len(list(screen))))
     for words in (producer.engine_id, "Engines", "Peers that we ask", "Offers", "Failures"):
         assert words in text
     Path(os.environ.get("KVDTEST_SCREEN", os.devnull)).write_text(text)

@@ -36,6 +36,7 @@ from connector_shim.params import (
     wants,
 )
 from connector_shim.prompts import finished_well, prompt_digest, unfit
+from connector_shim.readings import clear_flag, fetch_end, fresh_blocks, valid_tokens
 from connector_shim.settings import ShimSettings
 from connector_shim.streams import NULL_BLOCK_ID, Streams
 from connector_shim.tally import Tally
@@ -200,7 +201,7 @@ class SchedulerHalf:
         self.daemons.forget(request.request_id)
         known_reason = self._note_reason(request.request_id)
         params = request.kv_transfer_params
-        asked = _clear_flag(params)
+        asked = clear_flag(params)
         if num_external_tokens > 0:
             self._fetch(request, blocks, num_external_tokens, plan)
         elif asked:
@@ -332,7 +333,7 @@ class SchedulerHalf:
             self._cancels[request.request_id] = None
             return False, None
         params = request.kv_transfer_params
-        if _clear_flag(params):
+        if clear_flag(params):
             self._release(params, known_reason)
             return False, None
         if not wants(params, "do_remote_decode") or not finished_well(request):
@@ -467,43 +468,3 @@ class SchedulerHalf:
             "waiting": self.daemons.waiting,
             **{f"noted_{kind}": count for kind, count in self.tally.counts.items()},
         }
-
-
-def fetch_end(prompt_tokens: int, remote_tokens: int | None, block_size: int) -> int:
-    """The token position where a fetch ends: a block boundary, or the producer's own end.
-
-    A producer that holds more than this prompt (it generated some tokens, say) is asked for whole
-    blocks only, because the rest of its last block belongs to tokens of its own.
-    """
-    if remote_tokens is None:
-        return prompt_tokens
-    if remote_tokens <= prompt_tokens:
-        return remote_tokens
-    return prompt_tokens // block_size * block_size
-
-
-def valid_tokens(request: Any) -> int:
-    """How many tokens of a finished request have KV: never the last one that was sampled."""
-    with_kv = max(request.num_prompt_tokens, request.num_tokens - 1)
-    return int(min(request.num_computed_tokens, with_kv))
-
-
-def fresh_blocks(blocks: Any) -> list[list[int]]:
-    """Per group, ids of the blocks that hold nothing yet; all of them where none does."""
-    tables = []
-    for table in blocks.blocks:
-        real = [block for block in table if not block.is_null]
-        fresh = [block.block_id for block in real if block.block_hash is None]
-        tables.append(fresh or [block.block_id for block in real])
-    return tables
-
-
-def _clear_flag(params: Any) -> bool:
-    """Take do_remote_prefill out of the params, so that KV is asked for once; was it set?"""
-    try:
-        if not wants(params, "do_remote_prefill"):
-            return False
-        params["do_remote_prefill"] = False
-    except (ParamsError, TypeError):
-        return False
-    return True

@@ -18,9 +18,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import zmq
-from zmq.utils import z85
-
 from kvd.addresses import HostPort, parse_host_port, parse_ip, parse_network
 from kvd.errors import ConfigError
 
@@ -107,6 +104,8 @@ def load(folder: str | Path) -> KeyRing:
     check_private(secret_file, is_folder=False)
     values = _read(secret_file)
     secret = _key(secret_file, values, "secret-key")
+    import zmq  # only who has keys needs it: `kvd --help` loads nothing heavy
+
     public = zmq.curve_public(secret)
     if values.get("public-key", public.decode()) != public.decode():
         raise KeysError(f"{secret_file}: its public key does not belong to its secret key")
@@ -198,6 +197,8 @@ def _key(path: Path, values: dict[str, str], name: str) -> bytes:
 
 def parse_key(text: str) -> bytes:
     """40 characters of Z85. Raises ValueError."""
+    from zmq.utils import z85
+
     raw = text.strip().encode("ascii", "replace")
     if len(raw) != 40:
         raise ValueError(f"must have 40 characters, not {len(raw)}")
@@ -246,6 +247,8 @@ def init(folder: str | Path) -> KeyRing:
     root = Path(folder)
     if (root / SECRET_FILE).exists():
         raise KeysError(f"{root / SECRET_FILE} exists; a new key would lock out every peer")
+    import zmq
+
     public, secret = zmq.curve_keypair()
     while public.startswith(b"-"):  # a command line would take it for a flag
         public, secret = zmq.curve_keypair()

@@ -460,7 +460,13 @@ SIZES = (
     Mutant(
         "a reachable address needs nobody's consent",
         10,
-        (Hunk("kvd/settings.py", "        if not self.insecure:\n", "        if False:\n"),),
+        (
+            Hunk(
+                "kvd/settings.py",
+                "        if not self.insecure and not self.keys:\n",
+                "        if False:\n",
+            ),
+        ),
         "tests/unit/ops/test_config.py::test_a_reachable_address_needs_insecure",
     ),
 )

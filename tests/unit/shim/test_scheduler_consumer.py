@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from connector_shim.digests import PromptDigest
 from connector_shim.jobs import unpack_u32
-from connector_shim.scheduler import SchedulerHalf, fetch_end
+from connector_shim.readings import fetch_end
+from connector_shim.scheduler import SchedulerHalf
 from kvd.protocol.types import NULL_BLOCK
 from tests.unit.shim.fakes import (
     DOWN,

@@ -10,7 +10,7 @@ from typing import Literal
 
 from kvd.demo.client import Client, Metrics, total
 from kvd.demo.model import ModelShape
-from kvd.demo.processes import Child, Children
+from kvd.demo.processes import LOCAL_ONLY, Child, Children
 
 MODEL = "demo"
 BLOCK_SIZE = 32
@@ -32,8 +32,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_HOST_IP": "127.0.0.1",
-    # The greeting says nothing that the demo's log needs.
     "VLLM_LOGGING_LEVEL": "INFO",
+    **LOCAL_ONLY,
 }
 
 

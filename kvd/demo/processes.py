@@ -23,6 +23,8 @@ _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 SHM = "/dev/shm/"  # noqa: S108 - this is where shared memory is, not a temporary file
+LOCAL_ONLY = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+"""For programs that would ask a proxy for addresses of this machine."""
 POLL_S = 0.05
 LEFT_BEHIND_S = 3.0
 TRACKER_S = 10.0

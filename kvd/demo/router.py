@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
-from kvd.demo.client import DemoError
-from kvd.demo.processes import Child, Children
+from kvd.demo.processes import LOCAL_ONLY, Child, Children
 
 LAUNCH = "from vllm_router.launch_router import main; main()"
 
@@ -23,10 +21,8 @@ def start_router(
 ) -> Child:
     """Start the router between two servers that are up (it waits for their health by itself).
 
-    Raises DemoError when the package is not installed, OSError.
+    Raises OSError.
     """
-    if importlib.util.find_spec("vllm_router") is None:
-        raise DemoError("vllm-router is not installed: pip install 'vllm-kvd[demo]'")
     argv = [sys.executable, "-c", LAUNCH]
     argv += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
     argv += ["--prefill", prefill, "--decode", decode, "--policy", "round_robin"]
@@ -35,4 +31,4 @@ def start_router(
     argv += ["--worker-startup-check-interval", "1", "--log-level", "info"]
     # A retried request would move its KV twice and hide an error: the demo shows what happens.
     argv += ["--disable-retries", "--disable-circuit-breaker"]
-    return children.start("router", argv, log=folder / "router.log", grace_s=5.0)
+    return children.start("router", argv, log=folder / "router.log", env=LOCAL_ONLY, grace_s=5.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -26,8 +27,20 @@ Mode = Literal["pull", "stream"]
 
 ENGINE_START_S = 900.0
 ROUTER_START_S = 60.0
-REGISTER_S = 30.0
+REGISTER_S = 60.0
 IDLE_S = 30.0
+
+NEEDED = {
+    "vllm": "vLLM's CPU build; `make venv` installs it",
+    "vllm_router": "the router in front of the engines: pip install vllm-router",
+}
+
+
+def check_installed() -> None:
+    """Raises DemoError that names what is missing, before anything is started."""
+    for module, what in NEEDED.items():
+        if importlib.util.find_spec(module) is None:
+            raise DemoError(f"{module} is not installed ({what})")
 
 
 class Stack:
@@ -92,6 +105,7 @@ class Stack:
 
     async def start(self) -> None:
         """Start all of it. Raises DemoError, OSError."""
+        check_installed()
         say = self.narrator.say
         if self.mode == "stream":
             say("  vLLM's Mooncake proxy is looked up (it is fetched the first time)")

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from kvd.core.instructions import Piece
 from kvd.demo import main as demo_main
+from kvd.demo import stack
 from kvd.demo.client import Answer, Client
 from kvd.demo.damage import install
 from kvd.demo.model import ModelShape, write_model
@@ -403,3 +405,19 @@ def test_ctrl_c_leaves_nothing(tmp_run_dir: Path, moment: str, number: signal.Si
     assert [p for p in processes if p.is_running() and p.status() not in gone] == []
     assert [name for name in shared if Path("/dev/shm", name).exists()] == []
     assert sorted(p.name for p in tmp_run_dir.iterdir()) == ["report.json", "told.txt"]
+
+
+def test_what_is_missing_is_named_first(
+    tmp_run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_run_dir))
+    monkeypatch.setattr(stack, "NEEDED", {"no_such_module": "made up for this test"})
+    assert demo_main(["--json"]) == 3
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {
+        "ok": False,
+        "error": "no_such_module is not installed (made up for this test)",
+    }
+    assert "made up for this test" in err
+    (kept,) = tmp_run_dir.iterdir()
+    assert str(kept) in err

@@ -139,6 +139,11 @@ def _measure(wanted: Options, err: Console) -> Result:
         return run(wanted, on_round)
 
 
+def _complain(err: Console, detail: str) -> None:
+    text = f"kvd bench: {detail}"
+    err.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
 def execute(args: argparse.Namespace) -> int:
     """Run the bench; returns the exit status."""
     err = Console(stderr=True)
@@ -146,15 +151,15 @@ def execute(args: argparse.Namespace) -> int:
     try:
         result = _measure(options(args), err)
     except ConfigError as error:
-        err.print(f"kvd bench: {error.detail}", style="red", markup=False, highlight=False)
+        _complain(err, error.detail)
         return EXIT_CONFIG
     except (BenchFailed, LimitFailed, ProcessFailed, OSError) as error:
         if args.json:
             print(json.dumps({"verified": False, "error": str(error)}))
-        err.print(f"kvd bench: {error}", style="red", markup=False, highlight=False)
+        _complain(err, str(error))
         return EXIT_FAILED
     except KeyboardInterrupt:
-        err.print("kvd bench: interrupted", style="red")
+        _complain(err, "interrupted")
         return EXIT_INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, before)

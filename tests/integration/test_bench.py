@@ -117,7 +117,7 @@ def test_settings_reach_the_daemons_and_bad_ones_are_named(tmp_run_dir: Path) ->
 
 def running(process: psutil.Process) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

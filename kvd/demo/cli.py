@@ -144,9 +144,10 @@ async def _demo(options: Options, console: Console, stack: Stack) -> int:
             try:
                 return await _inside(options, console, stack, start)
             except (DemoError, OSError) as error:
-                stack.keep_folder = True
                 console.print(f"\nThe demo cannot go on: {error}", style="red", markup=False)
-                console.print(f"Logs are kept in {stack.folder}", markup=False)
+                if any(stack.folder.glob("*.log")):
+                    stack.keep_folder = True
+                    console.print(f"Logs are kept in {stack.folder}", markup=False)
                 if options.json:
                     print(json.dumps({"ok": False, "error": str(error)}), flush=True)
                 return EXIT_CANNOT

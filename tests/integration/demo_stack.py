@@ -78,6 +78,22 @@ class Demo:
             return []
 
 
+def check_report(report: dict[str, Any], transport: str) -> None:
+    """The conditions are tested elsewhere; here it is that they held, and for what."""
+    assert report["ok"], [check for check in report["checks"] if not check["ok"]]
+    assert report["transports_used"] == [transport]
+    assert len(report["rows"]) == 13
+    for row in report["rows"]:
+        assert row["identical"], row
+        assert row["output_tokens"] >= 16 * row["n"]
+        assert row["fetched_tokens"] == row["prompt_tokens"] - row["local_hits"] > 0
+        assert row["blocks"] == row["due_blocks"] > 0
+    totals = report["totals"]
+    assert totals["fetched_tokens"] == totals["external_prefix_cache_hits"]
+    assert totals["fetched_bytes"] == totals["served_bytes"] == totals["due_bytes"]
+    assert 2 * report["control"]["differing"] > report["control"]["answers"]
+
+
 @contextmanager
 def kept_demo(root: Path, *arguments: str) -> Iterator[Kept]:
     """`kvd demo --keep`, up until the block ends; then it must end with exit code 0."""

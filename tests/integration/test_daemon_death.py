@@ -9,13 +9,12 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvd.demo.client import Client, until
 from tests.conftest import RUN_ROOT, wait_for_async
-from tests.integration.demo_stack import Kept, Name, Traffic, alone, ask, kept_demo
+from tests.integration.demo_stack import Kept, Name, Traffic, alone, ask, check_report, kept_demo
 
 pytestmark = [pytest.mark.deaths, pytest.mark.vllm, pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -63,22 +62,6 @@ async def moves_again(client: Client, kept: Kept, salt: str) -> None:
         return await kept.served_bytes(client) > before[1]
 
     await until(served, 10, "the producer's daemon counts what it served")
-
-
-def check_report(report: dict[str, Any], transport: str) -> None:
-    """The conditions are tested elsewhere; here it is that they held, and for what."""
-    assert report["ok"], [check for check in report["checks"] if not check["ok"]]
-    assert report["transports_used"] == [transport]
-    assert len(report["rows"]) == 13
-    for row in report["rows"]:
-        assert row["identical"], row
-        assert row["output_tokens"] >= 16 * row["n"]
-        assert row["fetched_tokens"] == row["prompt_tokens"] - row["local_hits"] > 0
-        assert row["blocks"] == row["due_blocks"] > 0
-    totals = report["totals"]
-    assert totals["fetched_tokens"] == totals["external_prefix_cache_hits"]
-    assert totals["fetched_bytes"] == totals["served_bytes"] == totals["due_bytes"]
-    assert 2 * report["control"]["differing"] > report["control"]["answers"]
 
 
 def test_demo_over_shm(failing: Kept) -> None:

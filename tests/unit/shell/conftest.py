@@ -27,11 +27,25 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture
-async def shell(tmp_run_dir: Path, executor: ThreadPoolExecutor) -> AsyncIterator[Shell]:
-    """A LocalServer on a socket of its own, with a core that only writes down what it hears."""
-    made = Shell(tmp_run_dir / "kvd.sock", executor)
-    yield made
-    await made.close()
+async def make_shell(
+    tmp_run_dir: Path, executor: ThreadPoolExecutor
+) -> AsyncIterator[Callable[..., Shell]]:
+    """Makes LocalServers with a core that only writes down what it hears."""
+    made: list[Shell] = []
+
+    def make(**limits: int) -> Shell:
+        made.append(Shell(tmp_run_dir / f"kvd-{len(made)}.sock", executor, **limits))
+        return made[-1]
+
+    yield make
+    for shell in made:
+        await shell.close()
+
+
+@pytest.fixture
+async def shell(make_shell: Callable[..., Shell]) -> Shell:
+    """One with the usual limits."""
+    return make_shell()
 
 
 @pytest.fixture

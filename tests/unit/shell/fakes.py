@@ -31,6 +31,9 @@ PICKLE = (
 )
 """What somebody who takes us for an unpickler would send."""
 
+TIMEOUT_S = 30.0
+"""For an answer that comes at once, unless the machine has no time for us."""
+
 BLOCKS = 8
 BLOCK_NBYTES = 4096
 
@@ -78,7 +81,7 @@ class Shim:
 
     def __init__(self, path: str) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.sock.settimeout(5.0)
+        self.sock.settimeout(TIMEOUT_S)
         self.sock.connect(path)
 
     def send(self, message: local.FromShim, fds: Sequence[int] = ()) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -14,7 +13,16 @@ from kvd.protocol import local
 from kvd.protocol.codes import Code
 from kvd.protocol.version import PROTO_MAJOR
 from tests.conftest import wait_for_async
-from tests.unit.shell.fakes import BLOCK_NBYTES, BLOCKS, PICKLE, Shell, Shim, geometry, hello, memfd
+from tests.unit.shell.fakes import (
+    BLOCK_NBYTES,
+    BLOCKS,
+    PICKLE,
+    Shell,
+    Shim,
+    geometry,
+    hello,
+    memfd,
+)
 
 
 def open_fds() -> int:
@@ -225,11 +233,9 @@ async def test_sessions_are_bounded(shell: Shell) -> None:
     assert shell.drops.counts["session", "max_sessions"] == 1
 
 
-async def test_a_shim_that_never_reads_is_thrown_out(
-    tmp_run_dir: Path, executor: ThreadPoolExecutor
-) -> None:
-    shell = Shell(tmp_run_dir / "k.sock", executor, max_queue=8)
-    deaf, number = await shell.registered()
+async def test_a_shim_that_never_reads_is_thrown_out(make_shell: Callable[..., Shell]) -> None:
+    shell = make_shell(max_queue=8)
+    _deaf, number = await shell.registered()
     sent = 0
     while not any(isinstance(e, events.SessionClosed) for e in shell.heard):
         shell.server.send(number, local.Pong(sent))
@@ -239,5 +245,3 @@ async def test_a_shim_that_never_reads_is_thrown_out(
     # It is not told to be quiet before its memory is given back.
     assert shell.server.memory(number) is not None
     await still_serves(shell)
-    deaf.close()
-    await shell.close()

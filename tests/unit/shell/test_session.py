@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +16,16 @@ from kvd.memory.engine import EngineMemory
 from kvd.protocol import local
 from kvd.protocol.codes import Code
 from tests.conftest import wait_for_async
-from tests.unit.shell.fakes import BLOCK_NBYTES, BLOCKS, Shell, Shim, geometry, hello, memfd
+from tests.unit.shell.fakes import (
+    BLOCK_NBYTES,
+    BLOCKS,
+    TIMEOUT_S,
+    Shell,
+    Shim,
+    geometry,
+    hello,
+    memfd,
+)
 
 
 def open_fds() -> int:
@@ -104,16 +112,13 @@ async def test_nothing_is_read_while_memory_is_being_mapped(
     assert kinds == [events.SessionOpened, events.SessionRegistered, events.ShimMessage]
 
 
-async def test_a_slow_shim_gets_everything_in_order(
-    tmp_run_dir: Path, executor: ThreadPoolExecutor
-) -> None:
-    shell = Shell(tmp_run_dir / "k.sock", executor, max_queue=4096)
+async def test_a_slow_shim_gets_everything_in_order(make_shell: Callable[..., Shell]) -> None:
+    shell = make_shell(max_queue=4096)
     shim, number = await shell.registered()
-    for seq in range(2000):
+    for seq in range(500):
         shell.server.send(number, local.Pong(seq))
-    got = [await shim.expect(local.Pong) for _ in range(2000)]
-    assert [pong.seq for pong in got] == list(range(2000))
-    await shell.close()
+    got = [await shim.expect(local.Pong) for _ in range(500)]
+    assert [pong.seq for pong in got] == list(range(500))
 
 
 async def test_the_socket_closes_only_when_no_copy_can_touch_the_memory(shell: Shell) -> None:
@@ -129,7 +134,7 @@ async def test_the_socket_closes_only_when_no_copy_can_touch_the_memory(shell: S
     with pytest.raises(TimeoutError):
         await shim.recv()
     assert not memory.closed
-    shim.sock.settimeout(5.0)
+    shim.sock.settimeout(TIMEOUT_S)
     memory.unpin()
     await ended(shim)
     assert memory.closed

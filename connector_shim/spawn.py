@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 DIE_WITH_PARENT_ENV = "KVD_DIE_WITH_PARENT"
 LINK_SUFFIX = ".link"
 """The daemon makes a second socket of this name beside its own; it has to fit too."""
+CONTROL_SUFFIX = ".ctl"
+"""And a third one."""
 
 Setting = str | int | float | bool
 
@@ -83,7 +85,8 @@ class SpawnedDaemon:
         return None
 
     def _remove_sockets(self) -> None:
-        for path in (self.socket_path, self.socket_path + LINK_SUFFIX):
+        for suffix in ("", LINK_SUFFIX, CONTROL_SUFFIX):
+            path = self.socket_path + suffix
             with contextlib.suppress(FileNotFoundError):
                 if stat.S_ISSOCK(os.lstat(path).st_mode):
                     os.unlink(path)

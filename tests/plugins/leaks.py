@@ -116,8 +116,10 @@ def marked_processes(mark: str, me: int | None = None) -> list[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it still runs; a zombie holds nothing, but nobody waited for it."""
+    """Whether it still runs, or is a zombie that this process should have waited for."""
     try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return process.ppid() == os.getpid()
         return bool(process.is_running())
     except psutil.Error:
         return False

@@ -21,6 +21,7 @@ from connector_shim import spawn
 from connector_shim.client import Client
 from connector_shim.errors import ClientError
 from connector_shim.spawn import SpawnedDaemon, child_env, private_socket_path, spawn_daemon
+from kvd import addresses
 from kvd.protocol.codes import Code
 from kvd.protocol.types import Rank
 from tests.conftest import wait_for
@@ -192,4 +193,8 @@ def test_a_folder_of_somebody_else_is_refused(tmp_run_dir: Path) -> None:
     with pytest.raises(ClientError) as caught:
         path_for("engine", str(tmp_run_dir / "file"))
     assert caught.value.code is Code.PEER_NOT_ALLOWED
-    assert spawn.LINK_SUFFIX == ".link"
+
+
+def test_the_names_of_the_other_sockets_are_the_daemons() -> None:
+    assert addresses.LINK_SUFFIX == spawn.LINK_SUFFIX
+    assert addresses.CONTROL_SUFFIX == spawn.CONTROL_SUFFIX

@@ -109,12 +109,12 @@ class Client(ProducerCalls, ConsumerCalls):
     def state(self) -> ClientState:
         """`up` takes offers and fetches; `draining` finishes those that it has.
 
-        `connecting` is told of a first attempt only: a daemon that has failed before is `down`
-        until it answers.
+        A daemon that listens, but did not take this engine when it was last asked, is `down`
+        until it does.
         """
         match self._session.phase:
             case Phase.GREETING:
-                return "connecting" if self._session.last_error is None else "down"
+                return "down" if self._session.unanswered else "connecting"
             case Phase.REGISTERING:
                 return "registering"
             case Phase.UP:

@@ -36,6 +36,8 @@ MAX_READS = 1_024
 """Frames read in one go, so that a daemon which floods us cannot keep the engine's step."""
 BACKOFF_MIN_S = 0.05
 BACKOFF_MAX_S = 2.0
+KNOCK_S = 0.1
+"""Pause after nobody listened: to find that out costs two system calls."""
 REGISTER_TIMEOUT_S = 120.0
 LEAVE_HANGS = 3
 """How many times `daemon_hang_s` a daemon that was not silent has to stop its copies and close."""
@@ -87,6 +89,8 @@ class Session:
         self._retry_at = float("-inf")
         self._last = float("-inf")
         self._registered = False
+        self.unanswered = False
+        """The daemon that listens did not take this engine when it was last asked."""
         self._forget_silence(float("-inf"))
         self._waited_s = 0.0
         self._leave_limit_s = 0.0
@@ -179,6 +183,9 @@ class Session:
 
     def _failed(self, now: float, code: Code, detail: str) -> None:
         self._schedule_retry(now)
+        if code is Code.DAEMON_GONE:
+            self._retry_at = min(self._retry_at, now + KNOCK_S)
+            self.unanswered = False
         self._tell_down(code, detail)
 
     def _schedule_retry(self, now: float) -> None:
@@ -273,6 +280,7 @@ class Session:
         self._boot_id = self.welcome.boot_id
         self._backoff_s = BACKOFF_MIN_S
         self._told = self.last_error = None
+        self.unanswered = False
         self.phase = Phase.UP
         self._count("registrations")
         self._tracker.tell(Up(self.welcome, restarted))
@@ -362,6 +370,7 @@ class Session:
             self._tell_down(code, detail)
             self._tracker.end_all_offers(Code.DAEMON_GONE)
             self._tracker.fail_notifies(Code.DAEMON_GONE)
+            self.unanswered = self.phase in (Phase.GREETING, Phase.REGISTERING)
             self.phase = Phase.LEAVING
             self._waited_s = 0.0
             self._leave_limit_s = 0.0 if kill else LEAVE_HANGS * self._hang_s

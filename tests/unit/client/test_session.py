@@ -23,7 +23,7 @@ from connector_shim.client import Client
 from connector_shim.errors import ClientError
 from connector_shim.events import Down, Up
 from connector_shim.peerproc import PeerProcess
-from connector_shim.session import BACKOFF_MAX_S
+from connector_shim.session import BACKOFF_MAX_S, KNOCK_S
 from connector_shim.wire import Outbox
 from kvd.protocol import local
 from kvd.protocol.codes import Code
@@ -77,25 +77,62 @@ def test_a_missing_daemon_is_told_once_with_path_and_remedy_and_found_when_it_co
     daemon.die()
 
 
-def test_attempts_back_off(
-    client: Client, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attempts: list[float] = []
-    real = socket.socket.connect
+def attempts(
+    client: Client, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> list[float]:
+    """When a client that is polled every 10 ms tries to connect, in a minute of failures."""
+    times: list[float] = []
 
     def connect(self: socket.socket, address: str) -> None:
-        attempts.append(clock.now)
-        real(self, address)
+        times.append(clock.now)
+        raise error
 
     monkeypatch.setattr(socket.socket, "connect", connect)
     start = clock.now
     while clock.now < start + 60:
         client.poll()
         clock.now += 0.01
-    gaps = [b - a for a, b in pairwise(attempts)]
-    assert 20 < len(attempts) < 60
+    return times
+
+
+def test_attempts_back_off(
+    client: Client, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = attempts(client, clock, monkeypatch, BlockingIOError(errno.EAGAIN, "busy"))
+    gaps = [b - a for a, b in pairwise(times)]
+    assert 20 < len(times) < 60
     assert max(gaps) <= 1.25 * BACKOFF_MAX_S + 0.02
     assert gaps[0] < 0.1 < gaps[-1]
+
+
+def test_a_daemon_that_comes_is_found_soon(
+    client: Client, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = attempts(client, clock, monkeypatch, FileNotFoundError(errno.ENOENT, "none"))
+    assert max(b - a for a, b in pairwise(times)) <= KNOCK_S + 0.02
+
+
+def test_a_daemon_that_comes_back_is_worth_waiting_for_until_it_ignores_the_engine(
+    client: Client, path: Path, clock: FakeClock
+) -> None:
+    client.poll()
+    assert state(client) == "down"
+    daemon = FakeDaemon(path)
+    later(clock, client)
+    client.poll()
+    assert state(client) == "connecting"
+    # It listens and says nothing; the next attempts are not waited for.
+    for _ in range(200):
+        clock.now += 0.1
+        client.poll()
+        if state(client) == "down":
+            break
+    assert state(client) == "down"
+    later(clock, client)
+    client.poll()
+    assert client.fileno() is not None
+    assert state(client) == "down"
+    daemon.die()
 
 
 def test_a_full_backlog_does_not_block_and_is_tried_again(path: Path, clock: FakeClock) -> None:

@@ -1,18 +1,20 @@
-"""Cases 1, 3 and 4: ids that differ, nothing to fetch, and references that are stale."""
+"""Cases 1, 3, 4, 5, 7 and 11: ids that differ, nothing to fetch, stale references, the order of
+leases, heads over ranks, and a pool that is too small."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
+import pytest
 
+from connector_shim.errors import ClientError
 from kvd.protocol import local
 from kvd.protocol.codes import Code
-from kvd.protocol.types import PeerAddr
+from kvd.protocol.types import PeerAddr, Rank
 from tests.conftest import wait_for
 from tests.integration.daemon.conftest import Pair
-from tests.integration.daemon.engine import BLOCK_SIZE
+from tests.integration.daemon.engine import BLOCK_SIZE, Engine
 
 
 def test_a_transfer_is_found_whatever_either_engine_calls_the_request(pair: Pair) -> None:
@@ -106,23 +108,106 @@ def test_a_transfer_may_be_fetched_twice_but_not_into_the_same_blocks_at_once(pa
     assert consumer.wrong(4, {8: 1, 9: 2, 10: 1, 11: 2}) == 0
 
 
-def test_an_offer_ends_by_its_lease(pair: Pair) -> None:
+def test_case_5_leases_end_in_their_own_order(pair: Pair) -> None:
     producer, consumer = pair.engines(seed=4)
-    producer.offer("short", [1], lease_s=0.3)
-    producer.offer("renewed", [2], lease_s=1.0)
+    expired = pair.p.metric("kvd_offers_total", reason="expired")
+    producer.offer("renewed", [1], lease_s=0.5)
+    producer.offer("short", [2], lease_s=0.5)
     producer.offer("long", [3], lease_s=60.0)
     assert pair.remote is not None
     how: dict[str, Any] = {"remote": pair.remote, "engine_id": pair.producer_id}
-    before = time.monotonic()
-    producer.wait(lambda: producer.seen(local.OfferEnded), "the short one ends")
-    assert time.monotonic() - before < 10.0
+
+    asked = 0
+    while not producer.seen(local.OfferEnded):
+        consumer.client.renew("renewed", **how)
+        asked += 1
+        answered = partial(lambda n: len(consumer.seen(local.NotifyDone)) == n, asked)
+        consumer.wait(answered, "answer to renew")
+        producer.poll()
     assert [(e.transfer_id, e.reason) for e in producer.seen(local.OfferEnded)] == [
         ("short", Code.EXPIRED)
     ]
+    assert pair.p.metric("kvd_offers_total", reason="expired") == expired + 1
+    assert {e.code for e in consumer.seen(local.NotifyDone)} == {Code.OK}
+    assert sorted(key[0] for key in producer.client.offers) == ["long", "renewed"]
     consumer.client.renew("unknown", **how)
-    consumer.wait(lambda: consumer.seen(local.NotifyDone), "answer to renew")
+    consumer.wait(
+        lambda: [e for e in consumer.seen(local.NotifyDone) if e.transfer_id == "unknown"],
+        "answer to renew",
+    )
     assert consumer.seen(local.NotifyDone)[-1].code == Code.UNKNOWN_TRANSFER
-    assert producer.offers() >= 1
+
+
+def ranks(socket: str, name: str, tp_size: int, heads: int, seed: int = 0) -> list[Engine]:
+    """All ranks of one engine, with these KV heads in total. Words differ by rank."""
+    changes = {"total_kv_heads": heads, "kv_heads_per_rank": max(1, heads // tp_size)}
+    return [
+        Engine(
+            socket,
+            name,
+            seed=seed and seed + rank,
+            rank=Rank(tp_rank=rank, tp_size=tp_size),
+            changes={**changes, "tp_size": tp_size},
+        )
+        for rank in range(tp_size)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "moves"), [(2, 2, True), (1, 4, False), (4, 1, False)], ids=str
+)
+def test_case_7_heads_go_to_the_rank_that_has_them_or_nowhere(
+    pair: Pair, ours: int, theirs: int, moves: bool
+) -> None:
+    producers = ranks(pair.p.socket, f"heads-p{ours}-{theirs}", ours, 2, seed=8)
+    consumers = ranks(pair.d.socket, f"heads-d{ours}-{theirs}", theirs, 2)
+    try:
+        remotes = [producer.up() for producer in producers]
+        for producer in producers:
+            producer.offer("T", [3])
+        for rank, consumer in enumerate(consumers):
+            consumer.up()
+            done = pair.fetch(
+                consumer, "T", [5], remote=remotes[0], engine_id=producers[0].engine_id
+            )
+            if moves:
+                assert done.code == Code.OK, done
+                assert consumer.wrong(8 + rank, {5: 3}) == 0
+            else:
+                assert done.code in (Code.GEOMETRY_MISMATCH, Code.UNKNOWN_ENGINE), done
+                assert "rank" in done.detail or "tp_size" in done.detail
+                assert consumer.wrong(8, {}) == 0
+    finally:
+        for engine in [*producers, *consumers]:
+            engine.close()
+
+
+def test_case_11_a_request_beyond_the_pool_is_refused_and_one_that_fits_completes(
+    pair: Pair,
+) -> None:
+    producer, _ = pair.engines(seed=4)
+    small = Engine(pair.d.socket, "small-pool", num_blocks=3)
+    try:
+        small.up()
+        producer.offer("A", [1, 2, 3, 4])
+        producer.offer("B", [5])
+        with pytest.raises(ClientError) as refused:
+            pair.start(small, "A", [0, 1, 2, 3])
+        assert refused.value.code is Code.BAD_MEMORY
+        done = pair.fetch(small, "B", [2])
+        assert done.code == Code.OK, done
+        assert small.wrong(4, {2: 5}) == 0
+        # Two that share a block: the second is refused, not queued behind the first for ever.
+        producer.offer("C", [6, 7])
+        held = pair.start(small, "later", [0, 1], park_s=20.0, deadline_s=60.0)
+        done = pair.fetch(small, "C", [1, 2])
+        assert done.code != Code.OK
+        assert small.client.cancel(held)
+        small.finish(held)
+        assert pair.fetch(small, "C", [1, 2]).code == Code.OK
+        assert small.wrong(4, {1: 6, 2: 7}) == 0
+    finally:
+        small.close()
 
 
 def test_cancel_is_answered_once_when_nothing_can_land(pair: Pair) -> None:

@@ -382,12 +382,16 @@ class Session:
 
     def _closed(self, now: float, code: Code, detail: str) -> None:
         """The daemon's end is closed: it copies nothing for us any more."""
+        was_up = self.phase is Phase.UP
         if self.phase is not Phase.LEAVING:
             self._tell_down(code, detail)
         self._tracker.end_all_offers(Code.DAEMON_GONE)
         self._tracker.fail_notifies(Code.DAEMON_GONE)
         self._tracker.fail_fetches(Code.DAEMON_GONE, detail)
         self._gone(now)
+        if was_up:
+            # An engine that idled sees the end late: the next daemon may be there already.
+            self._retry_at = now
 
     def _gone(self, now: float) -> None:
         if self._wire is not None:

@@ -119,7 +119,7 @@ def is_alive(process: psutil.Process) -> bool:
     """Whether it still runs, or is a zombie that this process should have waited for."""
     try:
         if process.status() == psutil.STATUS_ZOMBIE:
-            return process.ppid() == os.getpid()
+            return int(process.ppid()) == os.getpid()
         return bool(process.is_running())
     except psutil.Error:
         return False

@@ -3,6 +3,8 @@ leases, heads over ranks, and a pool that is too small."""
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -117,13 +119,15 @@ def test_case_5_leases_end_in_their_own_order(pair: Pair) -> None:
     assert pair.remote is not None
     how: dict[str, Any] = {"remote": pair.remote, "engine_id": pair.producer_id}
 
-    asked = 0
-    while not producer.seen(local.OfferEnded):
+    def answers(number: int) -> bool:
+        return len(consumer.seen(local.NotifyDone)) == number
+
+    for asked in itertools.count(1):
         consumer.client.renew("renewed", **how)
-        asked += 1
-        answered = partial(lambda n: len(consumer.seen(local.NotifyDone)) == n, asked)
-        consumer.wait(answered, "answer to renew")
+        consumer.wait(partial(answers, asked), "answer to renew")
         producer.poll()
+        if producer.seen(local.OfferEnded):
+            break
     assert [(e.transfer_id, e.reason) for e in producer.seen(local.OfferEnded)] == [
         ("short", Code.EXPIRED)
     ]

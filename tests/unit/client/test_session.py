@@ -135,6 +135,19 @@ def test_a_daemon_that_comes_back_is_worth_waiting_for_until_it_ignores_the_engi
     daemon.die()
 
 
+def test_an_engine_that_idled_meets_the_next_daemon_in_the_same_step(
+    up: Client, daemon: FakeDaemon, path: Path
+) -> None:
+    """No time passes on the client's clock: what a step's first poll loses, its second finds."""
+    daemon.die()
+    again = FakeDaemon(path)
+    assert of_type(up.poll(), Down)
+    up.poll()
+    assert state(up) == "connecting"
+    assert of_type(again.take_in(up), Up)
+    again.die()
+
+
 def test_a_full_backlog_does_not_block_and_is_tried_again(path: Path, clock: FakeClock) -> None:
     daemon = FakeDaemon(path, backlog=0)
     others = [

@@ -67,7 +67,7 @@ def run(tmp_path: Path, body: str) -> tuple[int, str]:
 def runs(pid: int) -> bool:
     """Whether it lives; one that is dead and not yet reaped by its new parent does not."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

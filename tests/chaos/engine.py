@@ -120,15 +120,14 @@ class ChaosEngine:
 
     # --- blocks ---------------------------------------------------------------------------------
 
-    def _canary(self, block: int, layer: int) -> Stamp:
-        return Stamp(self.number, True, self.uses[block], 0, layer, block)
+    def _canary(self, block: int) -> Stamp:
+        return Stamp(self.number, True, self.uses[block], 0, 0, block)
 
     def give_up(self, blocks: range | list[int]) -> None:
         """Writes over blocks that are free from now on."""
         for block in blocks:
             self.uses[block] += 1
-            for layer in range(len(self.words)):
-                self.ink.write(self.words[layer, block], self._canary(block, layer))
+            self.ink.write(self.words[:, block], self._canary(block))
         self.free.extend(blocks)
 
     def take(self, count: int) -> list[int] | None:
@@ -141,11 +140,10 @@ class ChaosEngine:
 
     def check_free(self, blocks: list[int]) -> None:
         for block in blocks:
-            for layer in range(len(self.words)):
-                wrong = self.ink.wrong(self.words[layer, block], self._canary(block, layer))
-                if wrong:
-                    self.violated(f"a byte landed in a free block: {wrong}")
-                    self.ink.write(self.words[layer, block], self._canary(block, layer))
+            wrong = self.ink.wrong(self.words[:, block], self._canary(block))
+            if wrong:
+                self.violated(f"a byte landed in a free block: {wrong}")
+                self.ink.write(self.words[:, block], self._canary(block))
 
     def audit(self) -> None:
         """All blocks but those of live fetches hold what their owner wrote."""
@@ -154,7 +152,8 @@ class ChaosEngine:
             for layer, filled in prefill.filled.items():
                 for index in range(filled):
                     stamp = self._stamp(prefill, layer, index)
-                    wrong = self.ink.wrong(self.words[layer, prefill.blocks[index]], stamp)
+                    block = self.words[layer : layer + 1, prefill.blocks[index]]
+                    wrong = self.ink.wrong(block, stamp)
                     if wrong:
                         self.violated(f"a byte landed in an offered block: {wrong}")
 
@@ -201,12 +200,13 @@ class ChaosEngine:
         return {end: digest(plan["tid"], end) for end in ends}
 
     def _fill(self, prefill: Prefill, layers: range, upto: int) -> None:
-        for layer in layers:
-            for index in range(prefill.filled.get(layer, 0), upto):
-                self.ink.write(
-                    self.words[layer, prefill.blocks[index]], self._stamp(prefill, layer, index)
-                )
-            prefill.filled[layer] = upto
+        first = layers.start
+        for index in range(prefill.filled.get(first, 0), upto):
+            self.ink.write(
+                self.words[first : layers.stop, prefill.blocks[index]],
+                self._stamp(prefill, first, index),
+            )
+        prefill.filled |= dict.fromkeys(layers, upto)
 
     def _step(self, prefill: Prefill, chunk: int) -> None:
         """One prefill step: a chunk's blocks are written, layer by layer if the plan says so."""
@@ -308,14 +308,12 @@ class ChaosEngine:
             self.violated(f"an answer that no fault explains: {done}")
         good = [index for index in range(len(fetch.blocks)) if index not in bad]
         for index in good:
-            for layer in range(len(self.words)):
-                stamp = Stamp(
-                    plan["number"], False, plan["use"], done.generation, layer,
-                    plan["start"] + index,
-                )  # fmt: skip
-                wrong = self.ink.wrong(self.words[layer, fetch.blocks[index]], stamp)
-                if wrong:
-                    self.violated(f"told good ({done.code}, {done.transport}), is not: {wrong}")
+            stamp = Stamp(
+                plan["number"], False, plan["use"], done.generation, 0, plan["start"] + index
+            )
+            wrong = self.ink.wrong(self.words[:, fetch.blocks[index]], stamp)
+            if wrong:
+                self.violated(f"told good ({done.code}, {done.transport}), is not: {wrong}")
         self.give_up(fetch.blocks)
         if plan["release"] and done.code != Code.OK:
             with contextlib.suppress(ClientError):  # the lease ends it

@@ -82,7 +82,7 @@ class Transfers:
 
     def next(self) -> TransferPlan:
         rng = self._rng
-        blocks = rng.randint(9, 40) if rng.random() < 0.4 else rng.randint(1, 8)
+        blocks = rng.randint(9, 24) if rng.random() < 0.3 else rng.randint(1, 6)
         tokens = BLOCK_SIZE * blocks - (rng.randrange(BLOCK_SIZE) if rng.random() < 0.5 else 0)
         streamed = rng.random() < 0.5
         takes_back = rng.random() < 0.3

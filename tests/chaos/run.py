@@ -14,7 +14,7 @@ from tests.chaos.plans import PROCESS_FAULTS, FaultPlan, Faults, TransferPlan, T
 from tests.chaos.site import BLOCK_BYTES, DAEMONS, KILLABLE, LAYERS, Site
 
 PRODUCERS, CONSUMERS = ("pk", "ps"), ("dk", "ds")
-DEPTH = 14
+DEPTH = 24
 """Transfers that are under way at once, at one site."""
 FAULT_EVERY_S = 1.2
 QUIET_S = 30.0

@@ -23,7 +23,7 @@ from tests.chaos.namespaces import Cable
 from tests.chaos.proxy import LossyProxy
 from tests.integration.daemon.harness import Daemon, Process
 
-LAYERS, BLOCKS, BLOCK_BYTES = 4, 320, 32 * 1024
+LAYERS, BLOCKS, BLOCK_BYTES = 4, 400, 32 * 1024
 HANG_S = 5.0
 STEADY_HANG_S = 120.0
 PROXY_HOST = "127.0.0.2"

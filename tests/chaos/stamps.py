@@ -22,6 +22,8 @@ MAX_GENERATIONS = 64
 MAX_LAYERS = 16
 MAX_BLOCKS = 1024
 MAX_WORDS = 2**18
+LAYER_SHIFT = 28
+"""Of the layer's number within a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +62,28 @@ def read(word: int) -> Stamp:
 
 
 class Ink:
-    """Writes and checks whole blocks of one layer."""
+    """Writes and checks blocks, one layer or several that follow one another at a time."""
 
     def __init__(self, num_words: int) -> None:
         assert num_words <= MAX_WORDS
         self._ramp: Words = np.arange(num_words, dtype=np.uint64)
 
+    def _right(self, layers: int, stamp: Stamp) -> Words:
+        """What `[layers, words]` say, from the stamp's layer on."""
+        bases = stamp.base() + (np.arange(layers, dtype=np.uint64) << np.uint64(LAYER_SHIFT))
+        return self._ramp + bases[:, None]
+
     def write(self, block: Words, stamp: Stamp) -> None:
-        np.add(self._ramp, stamp.base(), out=block)
+        """`block`: `[layers, words]`."""
+        block[:] = self._right(len(block), stamp)
 
     def wrong(self, block: Words, stamp: Stamp) -> str:
         """What the first wrong word says and how many there are; empty if all are right."""
-        right = block == self._ramp + stamp.base()
+        expected = self._right(len(block), stamp)
+        right = block == expected
         if right.all():
             return ""
-        first = int(np.argmin(right))
-        found = read(int(block[first]))
+        layer, word = np.unravel_index(int(np.argmin(right)), right.shape)
+        found, due = (read(int(words[layer, word])) for words in (block, expected))
         count = int(np.count_nonzero(~right))
-        return f"{count} of {right.size} words, from word {first}: {found}, expected {stamp}"
+        return f"{count} of {right.size} words, from word {word}: {found}, expected {due}"

@@ -87,6 +87,7 @@ class Session:
         self._told: Code | None = None
         self._backoff_s = BACKOFF_MIN_S
         self._retry_at = float("-inf")
+        self._connected_at = float("-inf")
         self._last = float("-inf")
         self._registered = False
         self.unanswered = False
@@ -174,6 +175,7 @@ class Session:
             self._failed(now, *why_not(self._path, exc))
         else:
             self._wire = wire
+            self._connected_at = now
             self._tracker.new_session()
             self._trusted, self._registered = True, False
             self._waited_s = 0.0
@@ -382,16 +384,17 @@ class Session:
 
     def _closed(self, now: float, code: Code, detail: str) -> None:
         """The daemon's end is closed: it copies nothing for us any more."""
-        was_up = self.phase is Phase.UP
         if self.phase is not Phase.LEAVING:
             self._tell_down(code, detail)
         self._tracker.end_all_offers(Code.DAEMON_GONE)
         self._tracker.fail_notifies(Code.DAEMON_GONE)
         self._tracker.fail_fetches(Code.DAEMON_GONE, detail)
         self._gone(now)
-        if was_up:
-            # An engine that idled sees the end late: the next daemon may be there already.
+        if now - self._connected_at >= KNOCK_S:
+            # It died, rather than sent us away. An engine that idled sees this late: the next
+            # daemon may be there already.
             self._retry_at = now
+            self.unanswered = False
 
     def _gone(self, now: float) -> None:
         if self._wire is not None:

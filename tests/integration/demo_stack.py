@@ -182,6 +182,12 @@ class Kept:
         metrics = await client.metrics(str(self.keep["metrics"]["prefill daemon"]))
         return round(total(metrics, "kvd_served_bytes_total"))
 
+    def logs(self, lines: int = 40) -> str:
+        """The ends of all logs, for a failure's text."""
+        files = [*self.keep["logs"].values(), *map(str, self.demo.folder.glob("*-again-*.log"))]
+        tails = ((f, Path(f).read_text(errors="replace").splitlines()[-lines:]) for f in files)
+        return "\n".join(f"--- {file}\n" + "\n".join(tail) for file, tail in tails)
+
     async def daemon_ready(self, client: Client, name: Name) -> bool:
         url = str(self.keep["metrics"][f"{name} daemon"]).replace("/metrics", "/readyz")
         return await client.status(url) == 200

@@ -56,7 +56,7 @@ async def moves_again(client: Client, kept: Kept, salt: str) -> None:
     answer = await ask(client, kept.url, number, salt)
     assert not answer.error
     assert answer.tokens == await alone(client, kept, number)
-    assert await kept.fetched_bytes(client) > before[0]
+    assert await kept.fetched_bytes(client) > before[0], kept.logs()
 
     async def served() -> bool:
         return await kept.served_bytes(client) > before[1]

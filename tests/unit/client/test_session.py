@@ -132,13 +132,36 @@ def test_a_daemon_that_comes_back_is_worth_waiting_for_until_it_ignores_the_engi
     client.poll()
     assert client.fileno() is not None
     assert state(client) == "down"
+    # It dies at last, and the next one is there when the engine sees it.
+    clock.now += 1.0
     daemon.die()
+    again = FakeDaemon(path)
+    client.poll()
+    client.poll()
+    assert state(client) == "connecting"
+    assert of_type(again.take_in(client), Up)
+    again.die()
+
+
+def test_a_daemon_that_sends_the_engine_away_is_not_asked_at_every_poll(
+    client: Client, path: Path, clock: FakeClock
+) -> None:
+    for _ in range(3):
+        daemon = FakeDaemon(path)
+        later(clock, client)
+        client.poll()
+        assert client.fileno() is not None
+        daemon.die()
+        client.poll()
+        client.poll()
+        assert client.fileno() is None
 
 
 def test_an_engine_that_idled_meets_the_next_daemon_in_the_same_step(
-    up: Client, daemon: FakeDaemon, path: Path
+    up: Client, daemon: FakeDaemon, path: Path, clock: FakeClock
 ) -> None:
-    """No time passes on the client's clock: what a step's first poll loses, its second finds."""
+    """No time passes between the polls of a step: what its first one loses, its second finds."""
+    clock.now += 1.0
     daemon.die()
     again = FakeDaemon(path)
     assert of_type(up.poll(), Down)

@@ -114,7 +114,7 @@ class Client(ProducerCalls, ConsumerCalls):
         """
         match self._session.phase:
             case Phase.GREETING:
-                return "down" if self._session.unanswered else "connecting"
+                return "down" if self._session.ignored else "connecting"
             case Phase.REGISTERING:
                 return "registering"
             case Phase.UP:

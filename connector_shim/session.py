@@ -90,8 +90,8 @@ class Session:
         self._connected_at = float("-inf")
         self._last = float("-inf")
         self._registered = False
-        self.unanswered = False
-        """The daemon that listens did not take this engine when it was last asked."""
+        self._ignored_by: int | None = None
+        """The process that did not take this engine when it was last asked."""
         self._forget_silence(float("-inf"))
         self._waited_s = 0.0
         self._leave_limit_s = 0.0
@@ -113,6 +113,11 @@ class Session:
             if process is not None:
                 found.append((process, False))
         return found
+
+    @property
+    def ignored(self) -> bool:
+        """Whether the daemon that is connected did not take this engine when it was last asked."""
+        return self._wire is not None and self._wire.process.pid == self._ignored_by
 
     def fileno(self) -> int | None:
         return self._wire.fileno() if self._wire is not None else None
@@ -187,7 +192,6 @@ class Session:
         self._schedule_retry(now)
         if code is Code.DAEMON_GONE:
             self._retry_at = min(self._retry_at, now + KNOCK_S)
-            self.unanswered = False
         self._tell_down(code, detail)
 
     def _schedule_retry(self, now: float) -> None:
@@ -282,7 +286,7 @@ class Session:
         self._boot_id = self.welcome.boot_id
         self._backoff_s = BACKOFF_MIN_S
         self._told = self.last_error = None
-        self.unanswered = False
+        self._ignored_by = None
         self.phase = Phase.UP
         self._count("registrations")
         self._tracker.tell(Up(self.welcome, restarted))
@@ -304,6 +308,8 @@ class Session:
                 if self._waited_s >= self._connect_timeout_s:
                     why = f"it does not answer for {self._connect_timeout_s:g} s"
                     self._leave(now, Code.DAEMON_GONE, f"the daemon at {self._path}: {why}")
+                    # So long a wait needs no pause after it.
+                    self._retry_at = now
             case Phase.REGISTERING:
                 # It reads nothing while it maps the memory, so a Ping would prove nothing.
                 self._waited_s += gap if self._registered else 0.0
@@ -372,7 +378,8 @@ class Session:
             self._tell_down(code, detail)
             self._tracker.end_all_offers(Code.DAEMON_GONE)
             self._tracker.fail_notifies(Code.DAEMON_GONE)
-            self.unanswered = self.phase in (Phase.GREETING, Phase.REGISTERING)
+            if self.phase in (Phase.GREETING, Phase.REGISTERING) and self._wire is not None:
+                self._ignored_by = self._wire.process.pid
             self.phase = Phase.LEAVING
             self._waited_s = 0.0
             self._leave_limit_s = 0.0 if kill else LEAVE_HANGS * self._hang_s
@@ -394,7 +401,6 @@ class Session:
             # It died, rather than sent us away. An engine that idled sees this late: the next
             # daemon may be there already.
             self._retry_at = now
-            self.unanswered = False
 
     def _gone(self, now: float) -> None:
         if self._wire is not None:

@@ -112,35 +112,59 @@ def test_a_daemon_that_comes_is_found_soon(
     assert max(b - a for a, b in pairwise(times)) <= KNOCK_S + 0.02
 
 
+LISTENS = """
+import socket, sys
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind(sys.argv[1])
+listener.listen()
+print("listens", flush=True)
+sys.stdin.read()
+"""
+
+
 def test_a_daemon_that_comes_back_is_worth_waiting_for_until_it_ignores_the_engine(
     client: Client, path: Path, clock: FakeClock
 ) -> None:
     client.poll()
     assert state(client) == "down"
-    daemon = FakeDaemon(path)
-    later(clock, client)
-    client.poll()
-    assert state(client) == "connecting"
-    # It listens and says nothing; the next attempts are not waited for.
-    for _ in range(200):
-        clock.now += 0.1
+    silent = subprocess.Popen(
+        [sys.executable, "-c", LISTENS, path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+    )
+    assert silent.stdin is not None
+    assert silent.stdout is not None
+    try:
+        assert silent.stdout.readline() == b"listens\n"
+        later(clock, client)
         client.poll()
-        if state(client) == "down":
-            break
-    assert state(client) == "down"
-    later(clock, client)
-    client.poll()
-    assert client.fileno() is not None
-    assert state(client) == "down"
-    # It dies at last, and the next one is there when the engine sees it.
-    clock.now += 1.0
-    daemon.die()
-    again = FakeDaemon(path)
-    client.poll()
-    client.poll()
-    assert state(client) == "connecting"
-    assert of_type(again.take_in(client), Up)
-    again.die()
+        assert state(client) == "connecting"
+        # It says nothing; the next attempts are not waited for.
+        for _ in range(200):
+            clock.now += 0.1
+            client.poll()
+            if state(client) == "down":
+                break
+        client.poll()
+        assert client.fileno() is not None
+        assert state(client) == "down"
+        # It dies at last, and another is there when the engine sees it.
+        clock.now += 1.0
+        silent.kill()
+        silent.wait()
+        path.unlink()
+        daemon = FakeDaemon(path)
+        client.poll()
+        client.poll()
+        assert state(client) == "connecting"
+        assert of_type(daemon.take_in(client), Up)
+        daemon.die()
+    finally:
+        silent.kill()
+        silent.wait()
+        silent.stdin.close()
+        silent.stdout.close()
 
 
 def test_a_daemon_that_sends_the_engine_away_is_not_asked_at_every_poll(

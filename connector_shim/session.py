@@ -162,6 +162,8 @@ class Session:
                 # talks without end must not put off its own end.
                 if drained or self.phase is Phase.LEAVING:
                     self._watch(now, gap)
+            if self.phase is Phase.DOWN and now >= self._retry_at:
+                self._connect(now)
         if self._wire is not None:
             self._wire.flush()
         self._tracker.expire_notifies(now)

@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 # Arguments for `kvd demo`, `kvd bench` and pytest: make demo ARGS="--config transport=tcp"
 ARGS ?=
 
-.PHONY: help venv demo bench lint test test-deaths chaos mutate-safety clean distclean
+.PHONY: help venv demo bench lint test chaos mutate-safety clean distclean
 
 help:
 	@echo "make demo    two vLLM engines hand over KV through two daemons"
@@ -37,9 +37,6 @@ lint: venv
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
-
-test-deaths: venv
-	$(BIN)/python -m pytest -m deaths $(ARGS)
 
 # The least that makes a run worth something: 100 transfers in 3 s, a fault of a process in 3 s.
 SECONDS ?= 60

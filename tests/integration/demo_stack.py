@@ -108,6 +108,8 @@ def kept_demo(root: Path, *arguments: str) -> Iterator[Kept]:
                 kept.end_daemons()
             code = demo.end() if demo.popen.poll() is None else demo.popen.returncode
         assert code == 0, demo.told.read_text()
+        left = [path.name for path in demo.folder.iterdir() if "-again-" not in path.name]
+        assert sorted(left) == ["report.json", "told.txt"]
 
 
 @dataclass

@@ -16,7 +16,7 @@ from kvd.demo.client import Client, until
 from tests.conftest import RUN_ROOT, wait_for_async
 from tests.integration.demo_stack import Kept, Name, Traffic, alone, ask, check_report, kept_demo
 
-pytestmark = [pytest.mark.deaths, pytest.mark.vllm, pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm, pytest.mark.engine, pytest.mark.timeout(1800)]
 
 BUSY = 4
 """Answers that must have come through before a daemon is hit, so that the stack is warm."""

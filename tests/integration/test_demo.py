@@ -1,4 +1,7 @@
-"""`kvd demo`: its conditions on made-up numbers, its clean-up, and the real thing once."""
+"""`kvd demo`: its conditions on made-up numbers, and its clean-up.
+
+test_daemon_death.py has the demo as a whole, since it goes on from there.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from kvd.protocol.peer import SegmentInfo
 from kvd.protocol.types import LayerLayout, Region
 from kvd.transport.base import PullJob
 from tests.conftest import wait_for
-from tests.integration.demo_stack import Demo, check_report
+from tests.integration.demo_stack import Demo
 
 BLOCK = 32
 BLOCK_NBYTES = ModelShape().kv_block_nbytes(BLOCK)
@@ -377,20 +380,6 @@ def test_a_bad_setting_is_refused_before_anything_starts(
     assert "transport" in capsys.readouterr().err
     assert demo_main(["--config", "socket=/tmp/x"]) == 78
     assert "the demo chooses this itself" in capsys.readouterr().err
-
-
-@pytest.mark.vllm
-@pytest.mark.engine
-@pytest.mark.timeout(1500)
-def test_real_engines_answer_through_kvd_as_one_alone(tmp_run_dir: Path) -> None:
-    """The whole of it: real engines, daemons and router, on the transport of one host."""
-    demo = Demo(tmp_run_dir)
-    try:
-        check_report(demo.wait_report(), "shm")
-        assert demo.popen.wait(120) == 0, demo.told.read_text()
-    finally:
-        demo.kill()
-    assert sorted(p.name for p in tmp_run_dir.iterdir()) == ["report.json", "told.txt"]
 
 
 @pytest.mark.vllm

@@ -43,7 +43,7 @@ SECONDS ?= 60
 SEED ?=
 chaos: venv
 	$(BIN)/python -m tests.chaos.driver --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) --logs \
-		--transfers $$(($(SECONDS) * 100 / 3 - $(SECONDS) / 150)) --faults $$(($(SECONDS) / 3)) \
+		--transfers $$(($(SECONDS) * 100 / 3)) --faults $$(($(SECONDS) / 3)) \
 		--hits $$(($(SECONDS) * 5 / 6)) $(ARGS)
 
 mutate-safety: venv

@@ -93,6 +93,8 @@ def summary(seed: int, runs: list[Run], took: float, least: Least) -> dict[str, 
     short = [] if least.reached(totals) else [f"too little happened; wanted {least}"]
     wanted = ("told ok", "over_1_mib", "streamed", "taken_back")
     short += [f"nothing was counted as {name!r}" for name in wanted if not totals[name]]
+    if 5 * totals["over_1_mib"] < totals["transfers"]:
+        short.append("less than one transfer in five was over 1 MiB")
     return {
         "seed": seed,
         "seconds": round(took, 1),

@@ -121,6 +121,11 @@ class Side:
     def snapshot(self) -> list[Bytes]:
         return [segment.copy() for segment in self.segments]
 
+    def rewrite(self, contents: Sequence[Bytes | int]) -> None:
+        """Each segment's bytes, all given or all the same."""
+        for segment, content in zip(self.segments, contents, strict=True):
+            segment[:] = content
+
     def same_as(self, snapshot: Sequence[Bytes]) -> bool:
         return all(np.array_equal(a, b) for a, b in zip(self.segments, snapshot, strict=True))
 

@@ -158,7 +158,7 @@ def test_watermarks_against_a_plain_list(
 GROUPS = (Group((0, 2, 3), (10, 20, 30)), Group((1,), (7,)))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True, report_multiple_bugs=False)
 @given(st.data())
 def test_a_manifest_against_a_plain_set(data: st.DataObject) -> None:
     """Random grants, news, budgets and arrivals; a set of (group, layer, index) is the truth."""

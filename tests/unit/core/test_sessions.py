@@ -85,6 +85,17 @@ def test_a_newer_session_of_a_rank_replaces_the_older(
     assert consumer.released
 
 
+def test_an_older_epoch_of_a_rank_is_turned_away(world: World) -> None:
+    node = world.node("p")
+    now = node.engine("P", epoch=2)
+    before = node.engine("P", epoch=1, register=False)
+    assert [m.code for m in before.took(local.Refused)] == ["stale_epoch"]
+    assert before.released
+    assert not now.released
+    now.open_offer("T")
+    assert now.ended("T") == []
+
+
 def test_sessions_are_bounded(world: World) -> None:
     node = world.node("p", CoreConfig(max_sessions=2))
     node.engine("A")

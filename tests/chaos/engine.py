@@ -125,6 +125,8 @@ class ChaosEngine:
 
     def give_up(self, blocks: range | list[int]) -> None:
         """Writes over blocks that are free from now on."""
+        # A word of each at once, so that whoever still reads any of them reads what is wrong.
+        self.words[:, list(blocks), -1] = 0
         for block in blocks:
             self.uses[block] += 1
             self.ink.write(self.words[:, block], self._canary(block))

@@ -155,6 +155,13 @@ class Settings(BaseSettings):
         gt=0, le=3600,
     )  # fmt: skip
 
+    verify: Literal["off", "crc"] = _setting(
+        "off",
+        "crc compares checksums of every copy that this daemon makes before it counts: see "
+        "docs/runbook.md#integrity for what that catches",
+        group="Data",
+    )
+
     # --- peers and life
     heartbeat_s: float = _setting(
         1.0, "time between heartbeats to a peer", group="Peers and life", unit="s", ge=0.05, le=60

@@ -75,6 +75,7 @@ class Daemon(Process):
         *,
         env: dict[str, str] | None = None,
         first_start: bool = False,
+        module: str = "kvd",
         **settings: Any,
     ):
         self.socket = str(folder / f"{name}.sock")
@@ -94,7 +95,7 @@ class Daemon(Process):
         super().__init__(
             name,
             folder,
-            [sys.executable, "-m", "kvd", "serve", *flags],
+            [sys.executable, "-m", module, "serve", *flags],
             env={**once, **(env or {})},
         )
 

@@ -23,7 +23,10 @@ class ShimSettings:
     spawn: Mapping[str, Any] = field(default_factory=dict)
     """Settings of a spawned daemon, by their names."""
     send_type: str = "put_async"
-    """When prefill's KV may go: "get" after prefill has ended, "put_async" while it computes."""
+    """When prefill's KV may go: "get" after prefill has ended, "put_async" while it computes,
+    "put" likewise, and each prefill step waits until its part has reached who fetches it."""
+    put_wait_s: float = 1.0
+    """With "put", how long a step waits; after that, this request's later steps do not wait."""
     stream_unit: str = "chunk"
     """What goes at once: a "chunk", after each prefill step, or a "layer", which hooks into the
     forward pass and so rules out full CUDA graphs."""
@@ -96,7 +99,8 @@ def _mapping(value: object) -> str:
 _CHECKS: dict[str, Callable[[object], str]] = {
     "socket": _text,
     "daemon": _one_of("connect", "spawn"),
-    "send_type": _one_of("get", "put_async"),
+    "send_type": _one_of("get", "put_async", "put"),
+    "put_wait_s": _seconds(0, 60),
     "stream_unit": _one_of("chunk", "layer"),
     "spawn": _mapping,
     "lease_s": _seconds(0.1, 86_400),

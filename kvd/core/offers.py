@@ -60,6 +60,8 @@ class Offer:
     """Fetches that closed with ok."""
     delivered: bool = False
     """Whether a consumer has got it, or said that it needs none of it."""
+    watched: bool = False
+    told_readers: tuple[int, int] = (0, 0)
     state: OfferState = OfferState.LEASED
     story: Story = field(default_factory=new_story)
     moving: bool = False
@@ -173,6 +175,7 @@ class Offers:
             self.ctx.now + self.ctx.config.lease_max_s,
             Watermarks(len(memory.layers)),
             [bytearray() for _ in memory.groups],
+            watched=message.watched,
         )
         session.offers[offer.transfer_id] = offer
         self.count += 1

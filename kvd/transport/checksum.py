@@ -33,7 +33,7 @@ def stretches_crc(
                     return None
                 budget = CALL_BYTES
             view = memory.view(address - memory.address + at, (part,), (1,))
-            crc = crc32c(view, crc, gil_release_mode=1)
+            crc = crc32c(view.data, crc, gil_release_mode=1)
             budget -= part
     return crc
 

@@ -159,12 +159,13 @@ class _Job:
         wrong = self._compare()
         if self._failure is None and not self.stopped:
             self._check_fence("after")
-            # A source that its owner took back is no damage: the fence has the first word.
-            self._failure = self._failure or wrong
         if self._failure is not None:
             result = self._failure
         elif self.stopped:
             result = TransportError(Code.CANCELLED, f"job {self.job.job} was stopped")
+        elif wrong is not None:
+            # Last: a source that its owner took back is no damage.
+            result = wrong
         else:
             result = self.job.nbytes
         self.abandon()

@@ -292,9 +292,9 @@ class Stream:
         if landing:
             if request.checked:
                 # While it is LANDING the job keeps the memory pinned.
-                go_on = partial(self._wanted, chunk)
+                wanted = partial(self._wanted, chunk)
                 where = request.group, request.first_layer, request.num_layers
-                crc = blocks_crc(local, *where, chunk.dst, go_on)
+                crc = blocks_crc(local, *where, chunk.dst, wanted)
             self._queue.landed(chunk)
         return crc
 

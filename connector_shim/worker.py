@@ -97,6 +97,9 @@ class WorkerClient(Protocol):
     def release(
         self, transfer_id: str, *, remote: PeerAddr, engine_id: str, generation: int | None = None
     ) -> None: ...
+    def renew(
+        self, transfer_id: str, *, remote: PeerAddr, engine_id: str, generation: int | None = None
+    ) -> None: ...
     def close(self) -> object: ...
 
 
@@ -192,7 +195,9 @@ class WorkerHalf:
         for req_id in jobs.cancels:
             self._cancel(req_id)
         for release in jobs.releases:
-            self._release(release)
+            self._notify("release", release)
+        for renew in jobs.renews:
+            self._notify("renew", renew)
         # What was just queued goes out now, not after the forward.
         self._poll()
 
@@ -323,20 +328,20 @@ class WorkerHalf:
         if fetch_id is not None and self._client is not None:
             self._guarded("cancel", partial(self._client.cancel, fetch_id))
 
-    def _release(self, job: ReleaseJob) -> None:
+    def _notify(self, what: str, job: ReleaseJob) -> None:
         client, problem = self._usable()
         address = _address(job, self.rank_id)
         if client is None or problem or address is None:
-            self.tally.note("release_not_sent", problem or "no address for this rank")
+            self.tally.note(f"{what}_not_sent", problem or "no address for this rank")
             return
         send = partial(
-            client.release,
+            client.release if what == "release" else client.renew,
             job.transfer_id,
             remote=address,
             engine_id=job.engine_id,
             generation=job.generation,
         )
-        self._guarded("release", send)
+        self._guarded(what, send)
 
     def _usable(self) -> tuple[WorkerClient | None, str]:
         state = self.state()

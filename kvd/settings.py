@@ -204,7 +204,11 @@ class Settings(BaseSettings):
         "release_linger_s", "an offer outlives its last fetch by this", unit="s", ge=0, le=600
     )
     lease_max_s: float = _core(
-        "lease_max_s", "longest lease that an engine may ask for", unit="s", gt=0, le=86_400
+        "lease_max_s",
+        "longest lease that an engine may ask for, and that renewals come to",
+        unit="s",
+        gt=0,
+        le=86_400,
     )
     park_max_s: float = _core(
         "park_max_s", "longest wait for a transfer that is not offered yet", unit="s", ge=0,

@@ -291,6 +291,11 @@ class FakeClient:
     ) -> None:
         self._call("release", transfer_id, remote, engine_id, generation)
 
+    def renew(
+        self, transfer_id: str, *, remote: PeerAddr, engine_id: str, generation: int | None = None
+    ) -> None:
+        self._call("renew", transfer_id, remote, engine_id, generation)
+
     def close(self) -> None:
         self.closed += 1
 

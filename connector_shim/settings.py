@@ -60,6 +60,8 @@ class ShimSettings:
                     f"KvdConnector knows: {', '.join(sorted(known))}"
                 )
         values = dict(extra)
+        if isinstance(values.get("send_type"), str):
+            values["send_type"] = values["send_type"].lower()  # PUT_ASYNC, as P2pNccl spelt it
         for key, value in values.items():
             problem = _CHECKS[key](value)
             if problem:
@@ -119,4 +121,5 @@ _CHECKS: dict[str, Callable[[object], str]] = {
 
 def hooks_layers(extra: Mapping[str, Any]) -> bool:
     """Whether these settings hook into the forward pass at each attention layer."""
-    return extra.get("stream_unit") == "layer" and extra.get("send_type", "put_async") != "get"
+    send_type = str(extra.get("send_type", "put_async")).lower()
+    return extra.get("stream_unit") == "layer" and send_type != "get"

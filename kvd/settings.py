@@ -99,6 +99,13 @@ class Settings(BaseSettings):
         'host:port where routers ask for the engines of this daemon (/query); "" serves none',
         group="Addresses",
     )
+    bootstrap_peers: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = _setting(
+        (),
+        "bootstrap addresses, with commas between, of the daemons of this engine's other ranks, "
+        "which /query then tells of too",
+        group="Addresses",
+        shown='""',
+    )
     discovery_file: str = _setting(
         "",
         'JSON file that says pid and bound addresses, written once the daemon is ready; "" is none',
@@ -321,6 +328,11 @@ class Settings(BaseSettings):
     def _allow_peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(str(parse_network(v)) for v in value)
 
+    @field_validator("bootstrap_peers")
+    @classmethod
+    def _bootstrap_peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(str(parse_host_port(one)) for one in value)
+
     @field_validator("device")
     @classmethod
     def _device(cls, value: str) -> str:
@@ -391,6 +403,10 @@ class Settings(BaseSettings):
     @property
     def bootstrap_at(self) -> HostPort | None:
         return parse_bind(self.bootstrap) if self.bootstrap else None
+
+    @property
+    def bootstrap_peers_at(self) -> tuple[HostPort, ...]:
+        return tuple(parse_host_port(one) for one in self.bootstrap_peers)
 
     @property
     def advertise_at(self) -> HostPort | None:

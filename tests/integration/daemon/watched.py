@@ -106,23 +106,23 @@ class WatchedLoop(uvloop.Loop):
         ours = getattr(callback, "__self__", None) is self.watch
         return (callback,) if ours else (self.watch.run, callback)
 
-    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:  # type: ignore[override]
         return super().call_soon(*self._through(callback), *args, context=context)
 
-    def call_soon_threadsafe(
+    def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Any, *args: Any, context: Context | None = None
     ) -> Any:
         return super().call_soon_threadsafe(*self._through(callback), *args, context=context)
 
-    def call_later(
+    def call_later(  # type: ignore[override]
         self, delay: float, callback: Any, *args: Any, context: Context | None = None
     ) -> Any:
         return super().call_later(delay, *self._through(callback), *args, context=context)
 
-    def add_reader(self, fd: Any, callback: Any, *args: Any) -> Any:
+    def add_reader(self, fd: Any, callback: Any, *args: Any) -> Any:  # type: ignore[override]
         return super().add_reader(fd, *self._through(callback), *args)
 
-    def add_writer(self, fd: Any, callback: Any, *args: Any) -> Any:
+    def add_writer(self, fd: Any, callback: Any, *args: Any) -> Any:  # type: ignore[override]
         return super().add_writer(fd, *self._through(callback), *args)
 
 

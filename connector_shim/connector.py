@@ -86,6 +86,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- scheduler side ---------------------------------------------------------------------
 
+    def on_new_request(self, request: Any) -> None:
+        self._s.on_new_request(request)
+
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:

@@ -31,4 +31,12 @@ class Down:
     detail: str
 
 
-Event = Up | Down | local.OfferEnded | local.FetchDone | local.NotifyDone | local.State
+Event = (
+    Up
+    | Down
+    | local.OfferEnded
+    | local.OfferRead
+    | local.FetchDone
+    | local.NotifyDone
+    | local.State
+)

@@ -93,6 +93,11 @@ class ReleaseJob:
     bootstrap: Address | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RenewJob(ReleaseJob):
+    """Tell the producer that this consumer still means to fetch: its request waits for its turn."""
+
+
 StreamKey = tuple[str, int]
 """(transfer_id, generation) of an offer that grows while prefill computes."""
 
@@ -145,6 +150,7 @@ class StepJobs:
     offers: tuple[OfferJob, ...] = ()
     cancels: tuple[str, ...] = ()
     releases: tuple[ReleaseJob, ...] = ()
+    renews: tuple[RenewJob, ...] = ()
     revoke_all: bool = False
     revokes: tuple[StreamKey, ...] = ()
     opens: tuple[StreamOpen, ...] = ()

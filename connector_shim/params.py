@@ -20,6 +20,7 @@ OUR_KEY = "kvd"
 MAX_ID = 512
 MAX_HOST = 255
 MAX_RANKS = 4096
+MAX_LEASE = 86_400
 MAX_U63 = 2**63 - 1
 
 
@@ -47,6 +48,8 @@ class RemotePrefill:
     num_tokens: int | None
     bootstrap: Address | None = None
     """Where every rank asks for its producer's address, where the params do not name them."""
+    lease_s: float | None = None
+    """How long the producer holds it for whom it does not hear of, if it said so."""
 
 
 def wants(params: object, key: str) -> bool:
@@ -70,6 +73,7 @@ def parse_remote_prefill(params: Mapping[str, Any]) -> RemotePrefill:
     generation: int | None = None
     transfer_id: str | None = None
     ranks: RankTable = ()
+    lease_s: float | None = None
     if ours is not None:
         if not isinstance(ours, Mapping):
             raise ParamsError("bad_extension", f"{OUR_KEY} is {_show(ours)}, not an object")
@@ -79,6 +83,7 @@ def parse_remote_prefill(params: Mapping[str, Any]) -> RemotePrefill:
         transfer_id = _need_text(ours, "transfer_id", MAX_ID)
         generation = _whole(ours, "generation", 0, MAX_U63)
         ranks = _ranks(ours.get("ranks"))
+        lease_s = _lease(ours)
     if transfer_id is None:
         transfer_id = _text(params, "transfer_id", MAX_ID) or _text(
             params, "remote_request_id", MAX_ID
@@ -98,6 +103,7 @@ def parse_remote_prefill(params: Mapping[str, Any]) -> RemotePrefill:
         ranks=ranks,
         num_tokens=_whole(params, "remote_num_tokens", 0, MAX_U63),
         bootstrap=bootstrap,
+        lease_s=lease_s,
     )
 
 
@@ -133,6 +139,7 @@ def offer_params(
     block_ids: Sequence[Sequence[int]],
     ranks: Mapping[RankId, Address],
     tp_size: int,
+    lease_s: float,
 ) -> dict[str, Any]:
     """What the producer's response carries, for the router to hand to decode verbatim.
 
@@ -154,6 +161,7 @@ def offer_params(
             "v": PARAMS_VERSION,
             "transfer_id": transfer_id,
             "generation": generation,
+            "lease_s": lease_s,
             "ranks": [[pp, tp, *ranks[pp, tp]] for pp, tp in sorted(ranks)],
         },
     }
@@ -179,6 +187,15 @@ def _ranks(value: object) -> RankTable:
 
 def _address(params: Mapping[str, Any], host_key: str, port_key: str) -> Address:
     return _need_text(params, host_key, MAX_HOST), _need_whole(params, port_key, 1, 65535)
+
+
+def _lease(params: Mapping[str, Any]) -> float | None:
+    value = params.get("lease_s")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_LEASE:
+        raise ParamsError("bad_value", f"lease_s is {_show(value)}")
+    return float(value)
 
 
 def _need_text(params: Mapping[str, Any], key: str, longest: int) -> str:

@@ -23,12 +23,14 @@ class ProducerCalls(Calls):
         digests: Mapping[int, bytes] | None = None,
         tokens: int | None = None,
         lease_s: float,
+        watched: bool = False,
     ) -> None:
         """Promises that these blocks hold KV of the transfer, until OfferEnded or `revoke`.
 
         `blocks[g]`: group g's block table from its start, `digests`: 16 bytes for each token
         position. With `tokens` all layers are valid for `[0, tokens)` now and nothing will follow;
         without, `extend` and `seal` say so later. `lease_s`: how long it is held for a consumer.
+        `watched`: OfferRead tells how far it was read.
         Raises ClientError and changes nothing: DAEMON_GONE, DRAINING, NOT_REGISTERED, OVERLOADED,
         DUPLICATE, BAD_MEMORY, BAD_MESSAGE.
         """
@@ -45,6 +47,7 @@ class ProducerCalls(Calls):
                         slot=slot,
                         word=word,
                         lease_s=lease_s,
+                        watched=watched,
                     )
                 )
             ]

@@ -37,6 +37,7 @@ from connector_shim.params import (
 )
 from connector_shim.prompts import finished_well, prompt_digest, unfit
 from connector_shim.readings import clear_flag, fetch_end, fresh_blocks, valid_tokens
+from connector_shim.renewals import Renewals
 from connector_shim.settings import ShimSettings
 from connector_shim.streams import NULL_BLOCK_ID, Streams
 from connector_shim.tally import Tally
@@ -121,6 +122,7 @@ class SchedulerHalf:
         self._held: dict[str, int] = {}
         self._held_blocks = 0
 
+        self._renewals = Renewals(settings.lease_s, clock)
         self._fetches: list[FetchJob] = []
         self._offers: list[OfferJob] = []
         self._cancels: dict[str, None] = {}
@@ -133,6 +135,18 @@ class SchedulerHalf:
         return self._generation
 
     # --- consumer ---------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """A request has entered the queue; vLLM before 0.22 does not tell."""
+        try:
+            params = request.kv_transfer_params
+            if wants(params, "do_remote_prefill"):
+                self._renewals.want(request.request_id, parse_remote_prefill(params))
+        except ParamsError:
+            return  # told when its turn comes
+        except Exception:
+            log.exception("kvd: the KV of a waiting request is not kept for it")
+            self.tally.note("internal", "while looking at a new request")
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -193,12 +207,14 @@ class SchedulerHalf:
         missing = self._missing_ranks(remote.ranks)
         if missing and remote.bootstrap is None:
             raise _NotThisOne("missing_ranks", missing)
+        self._renewals.want(request.request_id, remote)
         return _Plan(computed, end, remote)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks are given: fetch into them, or let the producer go when nothing is needed."""
         plan = self._plans.pop(request.request_id, None)
         self.daemons.forget(request.request_id)
+        self._renewals.drop(request.request_id)
         known_reason = self._note_reason(request.request_id)
         params = request.kv_transfer_params
         asked = clear_flag(params)
@@ -311,6 +327,7 @@ class SchedulerHalf:
         req_id = request.request_id
         self._plans.pop(req_id, None)
         self.daemons.forget(req_id)
+        self._renewals.drop(req_id)
         known_reason = self._note_reason(req_id)
         hold, answer = False, None
         try:
@@ -381,6 +398,7 @@ class SchedulerHalf:
             block_ids=tables,
             ranks=self.daemons.addresses(),
             tp_size=self.shape.tp_size,
+            lease_s=self.settings.lease_s,
         )
         self._held[request.request_id] = held
         self._held_blocks += held
@@ -425,6 +443,7 @@ class SchedulerHalf:
             offers=tuple(self._offers),
             cancels=tuple(self._cancels),
             releases=tuple(self._releases),
+            renews=tuple(self._renewals.take()),
             revoke_all=self._revoke_all,
             revokes=revokes,
             opens=opens,
@@ -464,6 +483,7 @@ class SchedulerHalf:
             "offers": len(self._held),
             "receiving": len(self._receiving),
             "planned": len(self._plans),
+            "renewed": len(self._renewals),
             "streams": len(self._streams),
             "waiting": self.daemons.waiting,
             **{f"noted_{kind}": count for kind, count in self.tally.counts.items()},

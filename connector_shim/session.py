@@ -236,6 +236,9 @@ class Session:
                 self._tracker.end_offer((message.transfer_id, message.generation), message.reason)
             case local.NotifyDone():
                 self._tracker.notify_done(message)
+            case local.OfferRead():
+                if self._tracker.holds((message.transfer_id, message.generation)):
+                    self._tracker.tell(message)
             case local.Pong():
                 pass  # anything that arrives ends a silence
             case local.State():

@@ -23,7 +23,10 @@ class ShimSettings:
     spawn: Mapping[str, Any] = field(default_factory=dict)
     """Settings of a spawned daemon, by their names."""
     send_type: str = "put_async"
-    """When prefill's KV may go: "get" after prefill has ended, "put_async" while it computes."""
+    """When prefill's KV may go: "get" after prefill has ended, "put_async" while it computes,
+    "put" likewise, and each prefill step waits until its part has reached who fetches it."""
+    put_wait_s: float = 1.0
+    """With "put", how long a step waits; after that, this request's later steps do not wait."""
     stream_unit: str = "chunk"
     """What goes at once: a "chunk", after each prefill step, or a "layer", which hooks into the
     forward pass and so rules out full CUDA graphs."""
@@ -57,6 +60,8 @@ class ShimSettings:
                     f"KvdConnector knows: {', '.join(sorted(known))}"
                 )
         values = dict(extra)
+        if isinstance(values.get("send_type"), str):
+            values["send_type"] = values["send_type"].lower()  # PUT_ASYNC, as P2pNccl spelt it
         for key, value in values.items():
             problem = _CHECKS[key](value)
             if problem:
@@ -96,7 +101,8 @@ def _mapping(value: object) -> str:
 _CHECKS: dict[str, Callable[[object], str]] = {
     "socket": _text,
     "daemon": _one_of("connect", "spawn"),
-    "send_type": _one_of("get", "put_async"),
+    "send_type": _one_of("get", "put_async", "put"),
+    "put_wait_s": _seconds(0, 60),
     "stream_unit": _one_of("chunk", "layer"),
     "spawn": _mapping,
     "lease_s": _seconds(0.1, 86_400),
@@ -115,4 +121,5 @@ _CHECKS: dict[str, Callable[[object], str]] = {
 
 def hooks_layers(extra: Mapping[str, Any]) -> bool:
     """Whether these settings hook into the forward pass at each attention layer."""
-    return extra.get("stream_unit") == "layer" and extra.get("send_type", "put_async") != "get"
+    send_type = str(extra.get("send_type", "put_async")).lower()
+    return extra.get("stream_unit") == "layer" and send_type != "get"

@@ -30,6 +30,7 @@ class OfferCalls(Protocol):
         digests: Mapping[int, bytes],
         tokens: int | None = None,
         lease_s: float,
+        watched: bool = False,
     ) -> None: ...
     def extend_blocks(
         self, transfer_id: str, generation: int, *, group: int, first: int, blocks: Sequence[int]
@@ -60,6 +61,13 @@ class StreamedOffers:
         self._open: set[StreamKey] = set()
         self._after_forward: dict[StreamKey, int] = {}
         """Tokens that are valid once the forward of this step has run."""
+        self._watched = settings.send_type == "put"
+        self._reading: dict[StreamKey, int] = {}
+        """Of offers that somebody reads: tokens that all who do have."""
+        self._due: dict[StreamKey, int] = {}
+        """Tokens that this step is to see read, where it waits for that."""
+        self._patient: set[StreamKey] = set()
+        """Offers whose readers have kept up so far."""
 
     def start(self, client: OfferCalls, memory: MemoryDescription) -> None:
         self._client = client
@@ -80,6 +88,7 @@ class StreamedOffers:
     def step(self, jobs: StepJobs, usable: bool) -> None:
         # A step that ran no forward leaves nothing behind that the next one could tell too early.
         self._after_forward.clear()
+        self._due.clear()
         for job in jobs.opens:
             self._opened(job, usable)
         for step in jobs.steps:
@@ -96,6 +105,8 @@ class StreamedOffers:
             for i, position in enumerate(unpack_u32(job.positions))
         }
         self._open.add(job.key)
+        if self._watched:
+            self._patient.add(job.key)
         self._guarded(
             "offer",
             job.key,
@@ -104,6 +115,7 @@ class StreamedOffers:
                 blocks=[[] for _ in range(self._num_tables)],
                 digests=digests,
                 lease_s=self._settings.lease_s,
+                watched=self._watched,
             ),
         )
 
@@ -153,8 +165,31 @@ class StreamedOffers:
         told = bool(self._after_forward)
         for key, tokens in self._after_forward.items():
             self._extend(key, tokens, 0, 0)
+            if key in self._patient:
+                self._due[key] = tokens
         self._after_forward.clear()
         return told
+
+    # --- who reads, for a step that waits -----------------------------------------------------
+
+    def read(self, key: StreamKey, readers: int, tokens: int) -> None:
+        """`readers` fetches lack some of an offer, and have tokens `[0, tokens)` of it."""
+        self._reading.pop(key, None)
+        if readers and key in self._patient:
+            self._reading[key] = tokens
+
+    def ended(self, key: StreamKey) -> None:
+        """There is no such offer any more."""
+        self._reading.pop(key, None)
+        self._patient.discard(key)
+
+    def unread(self) -> list[StreamKey]:
+        """Offers of which this step's part has not reached all who fetch it."""
+        return [key for key, tokens in self._due.items() if self._reading.get(key, tokens) < tokens]
+
+    def stop_waiting(self, key: StreamKey) -> None:
+        """Its readers are too slow: no later step waits for them either."""
+        self.ended(key)
 
     def _extend(self, key: StreamKey, tokens: int, first_layer: int, num_layers: int) -> None:
         self._guarded(
@@ -181,4 +216,5 @@ class StreamedOffers:
                 client.revoke(*key)
         if not alive:
             self._open.discard(key)
+            self.ended(key)
         return alive

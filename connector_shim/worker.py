@@ -33,7 +33,7 @@ from connector_shim.streamed import StreamedOffers
 from connector_shim.tally import Tally
 from connector_shim.telemetry import Telemetry
 from kvd.protocol.codes import Code
-from kvd.protocol.local import FetchDone, NotifyDone, OfferEnded, State, Welcome
+from kvd.protocol.local import FetchDone, NotifyDone, OfferEnded, OfferRead, State, Welcome
 from kvd.protocol.types import PeerAddr, Rank
 
 log = logging.getLogger("vllm.kvd.worker")
@@ -61,6 +61,7 @@ class WorkerClient(Protocol):
         digests: Mapping[int, bytes],
         tokens: int | None = None,
         lease_s: float,
+        watched: bool = False,
     ) -> None: ...
     def extend_blocks(
         self, transfer_id: str, generation: int, *, group: int, first: int, blocks: Sequence[int]
@@ -94,6 +95,9 @@ class WorkerClient(Protocol):
     ) -> str: ...
     def cancel(self, fetch_id: str) -> object: ...
     def release(
+        self, transfer_id: str, *, remote: PeerAddr, engine_id: str, generation: int | None = None
+    ) -> None: ...
+    def renew(
         self, transfer_id: str, *, remote: PeerAddr, engine_id: str, generation: int | None = None
     ) -> None: ...
     def close(self) -> object: ...
@@ -191,7 +195,9 @@ class WorkerHalf:
         for req_id in jobs.cancels:
             self._cancel(req_id)
         for release in jobs.releases:
-            self._release(release)
+            self._notify("release", release)
+        for renew in jobs.renews:
+            self._notify("renew", renew)
         # What was just queued goes out now, not after the forward.
         self._poll()
 
@@ -204,6 +210,20 @@ class WorkerHalf:
         """The step's forward has run: what it computed may be read."""
         if not self._shut and self._streaming.forward_done():
             self._poll()
+            self._wait_until_read()
+
+    def _wait_until_read(self) -> None:
+        """send_type "put": the one wait within a step. Ends when nobody is left to wait for,
+        however that comes: all was read, fetches ended, a peer was lost, the daemon is gone."""
+        end = self._clock() + self.settings.put_wait_s
+        while unread := self._streaming.unread():
+            left = end - self._clock()
+            if left > 0:
+                self._poll(left)
+                continue
+            for key in unread:
+                self._streaming.stop_waiting(key)
+                self.tally.note("put_overdue", f"transfer {key[0]!r} is read too slowly")
 
     def drain(self) -> Drained:
         """What this step has to tell vLLM, each thing once."""
@@ -308,20 +328,20 @@ class WorkerHalf:
         if fetch_id is not None and self._client is not None:
             self._guarded("cancel", partial(self._client.cancel, fetch_id))
 
-    def _release(self, job: ReleaseJob) -> None:
+    def _notify(self, what: str, job: ReleaseJob) -> None:
         client, problem = self._usable()
         address = _address(job, self.rank_id)
         if client is None or problem or address is None:
-            self.tally.note("release_not_sent", problem or "no address for this rank")
+            self.tally.note(f"{what}_not_sent", problem or "no address for this rank")
             return
         send = partial(
-            client.release,
+            client.release if what == "release" else client.renew,
             job.transfer_id,
             remote=address,
             engine_id=job.engine_id,
             generation=job.generation,
         )
-        self._guarded("release", send)
+        self._guarded(what, send)
 
     def _usable(self) -> tuple[WorkerClient | None, str]:
         state = self.state()
@@ -345,10 +365,13 @@ class WorkerHalf:
             case FetchDone():
                 self._fetch_done(event)
             case OfferEnded(transfer_id=transfer_id, generation=generation, reason=reason):
+                self._streaming.ended((transfer_id, generation))
                 if self.reports.hold_ended((transfer_id, generation)):
                     self.stats.offer_ended(reason)
                 else:
                     self.tally.note("late_offer_end", f"{transfer_id!r} {reason}", logging.DEBUG)
+            case OfferRead(transfer_id=transfer_id, generation=generation):
+                self._streaming.read((transfer_id, generation), event.readers, event.tokens)
             case NotifyDone(transfer_id=transfer_id, what=what, code=code):
                 if code != Code.OK:
                     self.tally.note(f"{what}_{code}", f"transfer {transfer_id!r}", logging.INFO)

@@ -28,7 +28,7 @@ from kvd.http import HttpServer
 from kvd.local.listener import BindError, Listener, bind, from_systemd
 from kvd.local.server import LocalServer
 from kvd.metrics import Metrics
-from kvd.peers.bootstrap import answer as bootstrap_answer
+from kvd.peers import bootstrap
 from kvd.peers.client import PeerOptions
 from kvd.peers.curve import Curve, ZapHandler, reload_when_changed
 from kvd.peers.identity import identify
@@ -51,6 +51,9 @@ WATCH_S = 0.5
 """How often the loop's lag is measured and the gauges are set."""
 STOP_TIMEOUT_S = 5.0
 """How long a stopping daemon waits for the last copies and sessions to end."""
+BOOTSTRAP_PEERS_S = 2.0
+"""For the daemons of other ranks to say where they are; whoever asked this one waits for it."""
+
 LINKS_PER_CLIENT = 2
 SOCKETS_PER_PEER = 4
 """A DEALER, both ends of its monitor, and one that is still closing."""
@@ -335,10 +338,15 @@ class Daemon:
             reasons[str(Code.DRAINING)] = "nothing new is taken"
         return reasons
 
-    def _bootstrap(self) -> dict[str, Any]:
+    async def _bootstrap(self, own: bool) -> dict[str, Any]:
         if not self.serving or self.draining:
             return {}
-        return bootstrap_answer(self._core.producers(), self.advertise)
+        found = bootstrap.answer(self._core.producers(), self.advertise)
+        others, settings = () if own else self.settings.bootstrap_peers_at, self.settings
+        if not others:
+            return found
+        told = await bootstrap.ask_others(others, settings.peer_networks, BOOTSTRAP_PEERS_S)
+        return bootstrap.merge(found, told)
 
     def _gauges(self) -> None:
         metrics, now = self.metrics, self._core.statistics()

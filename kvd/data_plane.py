@@ -36,6 +36,7 @@ class DataPlane:
                     data_timeout_s=settings.data_timeout_s,
                     connect_timeout_s=settings.connect_timeout_s,
                     max_data_connections=settings.max_data_connections,
+                    verify=settings.verify,
                 )
             )
         except TransportError as e:

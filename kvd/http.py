@@ -12,7 +12,7 @@ import errno
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import cast
 
 import structlog
@@ -21,7 +21,7 @@ from aiohttp import web
 from kvd.addresses import HostPort
 from kvd.local.listener import BindError
 from kvd.metrics import Metrics
-from kvd.peers.bootstrap import PATH
+from kvd.peers.bootstrap import OWN, PATH
 from kvd.protocol.codes import Code
 
 log = structlog.get_logger("kvd.http")
@@ -34,6 +34,8 @@ CLOSE_TIMEOUT_S = 2.0
 
 Reasons = Callable[[], Mapping[str, str]]
 """What speaks against it, by name; nothing when all is well."""
+Bootstrap = Callable[[bool], Awaitable[Mapping[str, object]]]
+"""Where producers are; with True, those of this daemon alone."""
 
 
 def bind_tcp(setting: str, at: HostPort, backlog: int = 128) -> socket.socket:
@@ -79,7 +81,7 @@ class HttpServer:
         *,
         ready: Reasons,
         healthy: Reasons = dict,
-        bootstrap: Callable[[], Mapping[str, object]] = dict,
+        bootstrap: Bootstrap | None = None,
         routes: Callable[[web.Application], None] = lambda app: None,
         connection_s: float = CONNECTION_S,
         max_connections: int = MAX_CONNECTIONS,
@@ -181,9 +183,11 @@ class HttpServer:
     async def _get_readyz(self, _request: web.Request) -> web.Response:
         return _verdict("ready", self._ready)
 
-    async def _get_bootstrap(self, _request: web.Request) -> web.Response:
+    async def _get_bootstrap(self, request: web.Request) -> web.Response:
         """Where this daemon's producers are, for routers that know no more than this address."""
-        return web.json_response(dict(self._bootstrap()))
+        if self._bootstrap is None:
+            return web.json_response({})
+        return web.json_response(await self._bootstrap(OWN in request.query))
 
 
 def _verdict(name: str, ask: Reasons) -> web.Response:

@@ -99,6 +99,13 @@ class Settings(BaseSettings):
         'host:port where routers ask for the engines of this daemon (/query); "" serves none',
         group="Addresses",
     )
+    bootstrap_peers: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = _setting(
+        (),
+        "bootstrap addresses, with commas between, of the daemons of this engine's other ranks, "
+        "which /query then tells of too",
+        group="Addresses",
+        shown='""',
+    )
     discovery_file: str = _setting(
         "",
         'JSON file that says pid and bound addresses, written once the daemon is ready; "" is none',
@@ -155,6 +162,13 @@ class Settings(BaseSettings):
         gt=0, le=3600,
     )  # fmt: skip
 
+    verify: Literal["off", "crc"] = _setting(
+        "off",
+        "crc compares checksums of every copy that this daemon makes before it counts: see "
+        "docs/runbook.md#integrity for what that catches",
+        group="Data",
+    )
+
     # --- peers and life
     heartbeat_s: float = _setting(
         1.0, "time between heartbeats to a peer", group="Peers and life", unit="s", ge=0.05, le=60
@@ -197,7 +211,11 @@ class Settings(BaseSettings):
         "release_linger_s", "an offer outlives its last fetch by this", unit="s", ge=0, le=600
     )
     lease_max_s: float = _core(
-        "lease_max_s", "longest lease that an engine may ask for", unit="s", gt=0, le=86_400
+        "lease_max_s",
+        "longest lease that an engine may ask for, and that renewals come to",
+        unit="s",
+        gt=0,
+        le=86_400,
     )
     park_max_s: float = _core(
         "park_max_s", "longest wait for a transfer that is not offered yet", unit="s", ge=0,
@@ -310,6 +328,11 @@ class Settings(BaseSettings):
     def _allow_peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(str(parse_network(v)) for v in value)
 
+    @field_validator("bootstrap_peers")
+    @classmethod
+    def _bootstrap_peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(str(parse_host_port(one)) for one in value)
+
     @field_validator("device")
     @classmethod
     def _device(cls, value: str) -> str:
@@ -380,6 +403,10 @@ class Settings(BaseSettings):
     @property
     def bootstrap_at(self) -> HostPort | None:
         return parse_bind(self.bootstrap) if self.bootstrap else None
+
+    @property
+    def bootstrap_peers_at(self) -> tuple[HostPort, ...]:
+        return tuple(parse_host_port(one) for one in self.bootstrap_peers)
 
     @property
     def advertise_at(self) -> HostPort | None:

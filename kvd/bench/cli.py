@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K=V",
         action="append",
         default=[],
-        help="a setting of both daemons, such as shm_threads=1 or tcp_congestion=reno",
+        help="a setting of both daemons, such as shm_threads=1 or verify=crc",
     )
     parser.add_argument("--seed", type=int, help="makes the random block lists repeatable")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")

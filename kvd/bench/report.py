@@ -61,6 +61,8 @@ class Result:
     streams: int | None
     """Connections of tcp; None for shm. The limit is always one socket pair."""
     congestion_control: str | None
+    verify: str
+    """The daemons' own setting: whether they compare checksums too, which costs time."""
     settings: dict[str, str]
     version: str
     cpus: int
@@ -121,6 +123,7 @@ def print_table(result: Result, console: Console) -> None:
     )
     if result.threads is not None:
         table.add_row("threads", str(result.threads))
+    table.add_row("verify", result.verify)
     if result.streams is not None:
         table.add_row("tcp", f"{result.streams} streams, {result.congestion_control}")
     console.print(table)

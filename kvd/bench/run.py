@@ -308,6 +308,7 @@ def _result(
         threads=options.settings.shm_threads if options.transport == "shm" else None,
         streams=options.settings.tcp_streams if options.transport == "tcp" else None,
         congestion_control=_congestion(options, limit),
+        verify=options.settings.verify,
         settings=options.overrides,
         version=__version__,
         cpus=len(os.sched_getaffinity(0)),

@@ -73,6 +73,9 @@ class Fetch:
     received: int = 0
     early: int = 0
     """Bytes that had arrived when the producer said that the last of the range is valid."""
+    reports: bool = False
+    """The producer wants to hear how far it has got."""
+    reported: int = 0
     granted_at: float = -1.0
     first_byte: float = -1.0
     last_byte: float = -1.0

@@ -192,6 +192,7 @@ class Answers:
             self._ctx.late("Grant")
             return
         self._fetches.fire(fetch, FetchEvent.GRANTED, message)
+        self._fetches.report(fetch)
         self._jobs.wake(fetch)
 
     def progress(self, found: Peer, message: peer.Progress) -> None:
@@ -205,6 +206,7 @@ class Answers:
             self._ctx.late("Progress")
             return
         self._fetches.fire(fetch, FetchEvent.PROGRESS, message)
+        self._fetches.report(fetch)
         self._jobs.wake(fetch)
 
     def refused(self, found: Peer, message: peer.FetchRefused) -> None:

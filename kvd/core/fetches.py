@@ -71,6 +71,20 @@ class Fetches:
         if fetch.first_byte < 0:
             fetch.first_byte = self.ctx.now
         self.fire(fetch, FetchEvent.JOB_DONE, job.plan)
+        self.report(fetch)
+
+    def report(self, fetch: Fetch) -> None:
+        """Tell a producer that waits for it that all which may be copied has arrived."""
+        one, manifest = fetch.attachment, fetch.manifest
+        if not (fetch.reports and fetch.copies) or one is None or manifest is None:
+            return
+        if fetch.jobs or manifest.pending_nbytes or manifest.valid <= fetch.reported:
+            return
+        fetch.reported = manifest.valid
+        assert fetch.generation is not None
+        self.peers.send(
+            one.peer, one.boot_id, peer.FetchGot(fetch.id, fetch.generation, fetch.reported)
+        )
 
     def job_failed(self, job: Job, failure: Refusal) -> None:
         event = FetchEvent.JOB_FENCED if failure.code is Code.FENCED else FetchEvent.JOB_FAILED
@@ -136,6 +150,7 @@ class Fetches:
         fetch.fence_slot = grant.fence_slot
         fetch.fence_word = grant.fence_word
         fetch.manifest = manifest
+        fetch.reports, fetch.reported = grant.report, fetch.message.start
         fetch.void = False
         fetch.granted_at = self.ctx.now
         # What came of a generation before does not count.

@@ -30,6 +30,8 @@ class Request:
     ticket: bytes = b""
     sent: list[int] = field(default_factory=list)
     """For each group, how many block ids the consumer has been told."""
+    got: int = 0
+    """Tokens that the consumer says it has; only where it was asked to say."""
 
     @property
     def key(self) -> tuple[int, str]:

@@ -12,6 +12,7 @@ from kvd.core.grant import Request, RequestState
 from kvd.core.instructions import CloseTicket, ExtendTicket, OpenTicket
 from kvd.core.offers import Offer, OfferEvent, Offers, Stop
 from kvd.core.packed import has_null, present
+from kvd.core.readers import Readers
 from kvd.core.sessions import Session
 from kvd.core.watermarks import Raised, news_for
 from kvd.protocol import peer
@@ -19,10 +20,11 @@ from kvd.protocol.codes import Code
 
 
 class Grants:
-    def __init__(self, ctx: Context, clients: Clients, offers: Offers) -> None:
+    def __init__(self, ctx: Context, clients: Clients, offers: Offers, readers: Readers) -> None:
         self._ctx = ctx
         self._clients = clients
         self._offers = offers
+        self._readers = readers
         self.count = 0
         self.parked = 0
 
@@ -257,8 +259,10 @@ class Grants:
                 blocks=blocks,
                 valid=valid,
                 sealed=offer.sealed is not None,
+                report=offer.watched,
             ),
         )
+        self._readers.granted(request, offer)
 
     def _new_blocks(self, request: Request, offer: Offer) -> list[bytes]:
         first, stop = request.first_index, request.stop_index
@@ -334,6 +338,7 @@ class Grants:
         if offer is not None:
             request.offer = None
             del offer.grants[request.key]
+            self._readers.changed(offer)
             if not offer.grants:
                 self._offers.fire(offer, OfferEvent.LAST_CLOSED, failed)
 

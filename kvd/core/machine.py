@@ -22,6 +22,7 @@ from kvd.core.jobs import Job, Jobs
 from kvd.core.offer_feed import OfferFeed
 from kvd.core.offers import Offers
 from kvd.core.peers import Peer, Peers
+from kvd.core.readers import Readers
 from kvd.core.sessions import Session, Sessions
 from kvd.core.statistics import Snapshot, Statistics, snapshot, statistics
 from kvd.protocol import local, peer
@@ -55,7 +56,8 @@ class Core:
         self.sessions = Sessions(ctx)
         self.clients = Clients(ctx, self.sessions)
         self.offers = Offers(ctx, self.sessions)
-        self.grants = Grants(ctx, self.clients, self.offers)
+        self.readers = Readers(ctx, self.sessions)
+        self.grants = Grants(ctx, self.clients, self.offers, self.readers)
         self.offers.grants = self.grants
         self.feed = OfferFeed(ctx, self.offers, self.grants)
         self.peers = Peers(ctx, self.sessions)
@@ -116,6 +118,7 @@ class Core:
             peer.Attach: self.clients.attach,
             peer.Detach: lambda client, m: self.grants.detach(client, m.attach_id),
             peer.FetchReq: self.grants.ask,
+            peer.FetchGot: self.readers.got,
             peer.FetchClose: self.grants.close,
             peer.PeerRelease: self._peer_release,
             peer.PeerRenew: self._peer_renew,

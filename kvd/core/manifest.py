@@ -144,7 +144,14 @@ class Manifest:
     @property
     def offered(self) -> bool:
         """Whether the producer has said that the whole range is valid in every layer."""
-        return all(min(group.tokens, default=self._end) >= self._end for group in self._groups)
+        return self.valid >= self._end
+
+    @property
+    def valid(self) -> int:
+        """Tokens that every layer is said to hold, up to the range's end."""
+        return min(
+            (min(group.tokens, default=self._end) for group in self._groups), default=self._end
+        )
 
     def _advance(self, group: _GroupManifest, low: int, high: int) -> None:
         known = len(group.src) // 4

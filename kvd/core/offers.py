@@ -55,11 +55,15 @@ class Offer:
     digests: dict[int, bytes] = field(default_factory=dict)
     sealed: int | None = None
     """Tokens in all, once the offer is complete."""
+    renewable_until: float = 0.0
+    """Renewals do not hold it for longer."""
     grants: dict[tuple[int, str], Request] = field(default_factory=dict)
     fetched: int = 0
     """Fetches that closed with ok."""
     delivered: bool = False
     """Whether a consumer has got it, or said that it needs none of it."""
+    watched: bool = False
+    told_readers: tuple[int, int] = (0, 0)
     state: OfferState = OfferState.LEASED
     story: Story = field(default_factory=new_story)
     moving: bool = False
@@ -173,6 +177,7 @@ class Offers:
             self.ctx.now + self.ctx.config.lease_max_s,
             Watermarks(len(memory.layers)),
             [bytearray() for _ in memory.groups],
+            watched=message.watched,
         )
         session.offers[offer.transfer_id] = offer
         self.count += 1
@@ -321,6 +326,7 @@ class Offers:
     def sealed(self, offer: Offer) -> None:
         """It is complete: the lease begins."""
         offer.lease_until = self.ctx.now + offer.lease_s
+        offer.renewable_until = self.ctx.now + self.ctx.config.lease_max_s
         if offer.state is OfferState.LEASED:
             self.hold_until(offer, offer.lease_until)
 
@@ -355,7 +361,7 @@ def _last_closed(offers: Offers, offer: Offer, failed: bool) -> OfferState:
 @OFFERS.on(OfferState.LINGERING, OfferEvent.RENEWED)
 def _renewed(offers: Offers, offer: Offer, _: object) -> OfferState:
     if offer.sealed is not None:
-        offer.lease_until = offers.ctx.now + offer.lease_s
+        offer.lease_until = min(offers.ctx.now + offer.lease_s, offer.renewable_until)
     if offer.state is not OfferState.SERVING:
         current = offers.ctx.deadlines.get(offer.key) or 0.0
         offers.hold_until(offer, max(current, offer.lease_until))

@@ -66,10 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument(
         "--mode",
-        choices=("pull", "stream"),
+        choices=("pull", "stream", "mooncake"),
         default="pull",
         help="pull (default): decode is asked after prefill, by vllm-router; stream: both are "
-        "asked at once, by vLLM's Mooncake proxy, and KV moves while prefill computes",
+        "asked at once, by vLLM's Mooncake proxy, and KV moves while prefill computes; mooncake: "
+        "pull, by vllm-router with --kv-connector mooncake",
     )
     parser.add_argument(
         "--policy",

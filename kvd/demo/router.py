@@ -1,4 +1,4 @@
-"""Starts vllm-router in front of the two engines, in the mode that speaks NIXL's parameters."""
+"""Starts vllm-router in front of the two engines, with NIXL's parameters or with Mooncake's."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ def start_router(
     port: int,
     metrics_port: int,
     folder: Path,
+    bootstrap_port: int | None = None,
 ) -> Child:
     """Start the router between two servers that are up (it waits for their health by itself).
 
-    Raises OSError.
+    With prefill's `bootstrap_port` it speaks as to Mooncake's connector. Raises OSError.
     """
     argv = [sys.executable, "-c", LAUNCH]
-    argv += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
-    argv += ["--prefill", prefill, "--decode", decode, "--policy", "round_robin"]
+    argv += ["--vllm-pd-disaggregation", "--policy", "round_robin", "--decode", decode]
+    if bootstrap_port is None:
+        argv += ["--kv-connector", "nixl", "--prefill", prefill]
+    else:
+        argv += ["--kv-connector", "mooncake", "--prefill", prefill, str(bootstrap_port)]
     argv += ["--host", "127.0.0.1", "--port", str(port)]
     argv += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
     argv += ["--worker-startup-check-interval", "1", "--log-level", "info"]

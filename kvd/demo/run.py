@@ -101,6 +101,7 @@ async def _paired(stack: Stack, asked: list[Prompt]) -> list[Seen]:
     with stack.narrator.steps("   through kvd", len(asked)) as steps:
         for group in _groups(asked):
             before = await engine_counts(stack.client, decode)
+            known = len(stack.daemons["decode"].records("fetch_done"))
             answers = await _ask(stack, group, PAIRED)
             due = sum(prompt.tokens * prompt.n for prompt in group)
 
@@ -112,8 +113,10 @@ async def _paired(stack: Stack, asked: list[Prompt]) -> list[Seen]:
             hits = round((await engine_counts(stack.client, decode) - before).local_hits)
             # Prompts that are sent at once share nothing, so their hits can only be none.
             shares = [hits, *[0] * (len(group) - 1)]
-            for answer, share in zip(answers, shares, strict=True):
-                seen.append(_seen(stack, answer, share))
+            records = stack.daemons["decode"].records("fetch_done")[known:]
+            names = None if stack.mode == "mooncake" else [one.request_id for one in answers]
+            mine = records_by_answer(records, group, names)
+            seen += map(_seen, mine, answers, shares)
             steps.step(len(group))
     return seen
 
@@ -163,15 +166,24 @@ async def _one_by_one(stack: Stack, url: str, body: dict[str, Any], n: int) -> A
     return whole
 
 
-def _seen(stack: Stack, answer: Answer, local_hits: int) -> Seen:
-    """The daemon's records of the fetches for one answer; the router's id is in their names."""
-    # Mooncake's proxy puts a prefix of its own before the id that both engines know.
-    name = answer.request_id.removeprefix("cmpl-")
-    records = [
-        record
-        for record in stack.daemons["decode"].records("fetch_done")
-        if name and name in str(record.get("transfer_id"))
-    ]
+def records_by_answer(
+    records: list[dict[str, Any]], group: list[Prompt], names: list[str] | None
+) -> list[list[dict[str, Any]]]:
+    """The daemon's records of fetches since a group of prompts was sent, for each of them.
+
+    `names`: the answers' ids, which transfers are named by. None where the router makes up others
+    (vllm-router for Mooncake's schema): prompts sent at once are then told apart by their lengths.
+    """
+    if names is not None:
+        # Mooncake's proxy puts a prefix of its own before the id that both engines know.
+        ids = [name.removeprefix("cmpl-") for name in names]
+        return [[r for r in records if i and i in str(r.get("transfer_id"))] for i in ids]
+    if len(group) == 1:
+        return [records]
+    return [[r for r in records if int(r["tokens"]) == prompt.tokens] for prompt in group]
+
+
+def _seen(records: list[dict[str, Any]], answer: Answer, local_hits: int) -> Seen:
     return Seen(
         answer,
         local_hits,

@@ -22,8 +22,9 @@ from kvd.demo.processes import Child, Children
 from kvd.demo.proxy import READY, fetch_proxy, start_proxy
 from kvd.demo.router import start_router
 
-Mode = Literal["pull", "stream"]
-"""Decode is asked after prefill has ended, or at the same moment."""
+Mode = Literal["pull", "stream", "mooncake"]
+"""Decode is asked after prefill has ended, or ("stream") at the same moment. "mooncake" is after,
+by a router that knows prefill's bootstrap service instead of prefill's answer."""
 
 ENGINE_START_S = 900.0
 ROUTER_START_S = 60.0
@@ -169,6 +170,7 @@ class Stack:
             port=port,
             metrics_port=metrics_port,
             folder=self.folder,
+            bootstrap_port=self._bootstrap_port() if self.mode == "mooncake" else None,
         )
         self.router_url = f"http://127.0.0.1:{port}"
         self.router_metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
@@ -179,13 +181,16 @@ class Stack:
 
         await until(ready, ROUTER_START_S, f"the router serves (its log: {self.router.log})")
 
+    def _bootstrap_port(self) -> int:
+        return int(self.daemons["prefill"].bootstrap.rpartition(":")[2])
+
     async def _start_proxy(self, script: Path) -> None:
         port = self._ports.reserve()
         router = start_proxy(
             self.children,
             script,
             prefill=self.engines["prefill"].url,
-            bootstrap_port=int(self.daemons["prefill"].bootstrap.rpartition(":")[2]),
+            bootstrap_port=self._bootstrap_port(),
             decode=self.engines["decode"].url,
             port=port,
             folder=self.folder,

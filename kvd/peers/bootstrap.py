@@ -1,7 +1,8 @@
 """The bootstrap query: where an engine's ranks are, for routers and peers that know one address.
 
 The answer has the shape that Mooncake's routers ask for: for each data parallel rank the engine's
-id and, by tensor and pipeline rank, where its daemon listens.
+id and, by tensor and pipeline rank, where its daemon listens. Where the ranks of an engine have
+daemons of their own, the one that is asked asks the others (`bootstrap_peers`).
 """
 
 from __future__ import annotations
@@ -12,14 +13,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import aiohttp
+import structlog
 
-from kvd.addresses import Network, parse_host_port
+from kvd.addresses import HostPort, Network, parse_host_port
 from kvd.errors import KvdError
 from kvd.peers.resolve import candidates
 from kvd.protocol.codes import Code
 from kvd.protocol.types import PeerAddr, Rank
 
+log = structlog.get_logger("kvd.bootstrap")
+
 PATH = "/query"
+OWN = "own"
+"""With this in the query a daemon tells of its own producers alone: none asks in circles."""
 MAX_ANSWER = 256 * 1024
 
 
@@ -40,6 +46,41 @@ def answer(engines: Iterable[tuple[str, Rank]], advertise: PeerAddr) -> dict[str
     return out
 
 
+async def ask_others(
+    others: Sequence[HostPort], allow: Sequence[Network], timeout_s: float
+) -> list[Any]:
+    """What the daemons of other ranks tell of theirs; one that does not answer is left out."""
+
+    async def ask(at: HostPort) -> Any:
+        try:
+            async with asyncio.timeout(timeout_s):
+                for ip in await candidates(at.host, at.port, allow, timeout_s):
+                    return json.loads(await _get(PeerAddr(ip, at.port), f"?{OWN}=1"))
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError, KvdError) as e:
+            log.warning("bootstrap_peer_failed", address=str(at), detail=str(e) or repr(e))
+        return {}
+
+    return await asyncio.gather(*map(ask, others))
+
+
+def merge(own: dict[str, Any], others: Iterable[Any]) -> dict[str, Any]:
+    """Adds the ranks that others tell of; what this daemon says itself stands."""
+    for found in others:
+        for dp_rank, entry in found.items() if isinstance(found, dict) else ():
+            try:
+                engine_id, ranks = str(entry["engine_id"]), entry["worker_addr"].items()
+                mine = own.setdefault(dp_rank, {"engine_id": engine_id, "worker_addr": {}})
+                if mine["engine_id"] != engine_id:
+                    continue
+                for tp_rank, by_pp in ranks:
+                    known = mine["worker_addr"].setdefault(tp_rank, {})
+                    for pp_rank, url in by_pp.items():
+                        known.setdefault(pp_rank, str(url))
+            except (KeyError, TypeError, AttributeError):
+                continue
+    return own
+
+
 async def locate(at: PeerAddr, allow: Sequence[Network], timeout_s: float) -> PeerAddr:
     """Ask the bootstrap service `at` for its rank's daemon. Raises BootstrapError."""
     ips = await candidates(at.host, at.port, allow, timeout_s)
@@ -56,10 +97,12 @@ async def locate(at: PeerAddr, allow: Sequence[Network], timeout_s: float) -> Pe
     raise BootstrapError(f"{at}: {problem}")
 
 
-async def _get(at: PeerAddr) -> bytes:
+async def _get(at: PeerAddr, query: str = "") -> bytes:
     async with (
         aiohttp.ClientSession(trust_env=False) as session,
-        session.get(f"http://{PeerAddr(at.host, at.port)}{PATH}", allow_redirects=False) as got,
+        session.get(
+            f"http://{PeerAddr(at.host, at.port)}{PATH}{query}", allow_redirects=False
+        ) as got,
     ):
         if got.status != 200:
             raise ValueError(f"HTTP status {got.status}")

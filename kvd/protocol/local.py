@@ -82,7 +82,7 @@ class Offer(LocalMessage, frozen=True):
     """Opens an offer: the producer will hold KV of `transfer_id` for consumers to fetch.
 
     `slot`/`word`: the fence table's slot and the value that it holds while this offer lives.
-    `lease_s`: how long it is held if nobody fetches.
+    `lease_s`: how long it is held if nobody fetches. `watched`: OfferRead is wanted (since 1.1).
     """
 
     transfer_id: Id
@@ -90,6 +90,7 @@ class Offer(LocalMessage, frozen=True):
     slot: U32
     word: U63
     lease_s: Seconds
+    watched: bool = False
 
 
 class OfferBlocks(LocalMessage, frozen=True):
@@ -242,6 +243,18 @@ class OfferEnded(LocalMessage, frozen=True):
     reason: str
 
 
+class OfferRead(LocalMessage, frozen=True):
+    """Of a watched offer: `readers` fetches lack some of it, and all have tokens `[0, tokens)`.
+
+    Sent when that changes; before the first one there is no reader.
+    """
+
+    transfer_id: Id
+    generation: U63
+    readers: U32
+    tokens: U63
+
+
 class FetchDone(LocalMessage, frozen=True):
     """The end of a fetch, told once, when no byte can land any more.
 
@@ -300,4 +313,6 @@ FromShim = (
     | Ping
     | Bye
 )
-ToShim = Welcome | Refused | Registered | OfferEnded | FetchDone | NotifyDone | Pong | State
+ToShim = (
+    Welcome | Refused | Registered | OfferEnded | OfferRead | FetchDone | NotifyDone | Pong | State
+)

@@ -79,6 +79,14 @@ class FetchReq(PeerMessage, frozen=True):
     park_s: Seconds
 
 
+class FetchGot(PeerMessage, frozen=True):
+    """All that was valid so far has arrived: tokens `[start, tokens)` in every layer."""
+
+    fetch_id: Id
+    generation: U63
+    tokens: U63
+
+
 class FetchClose(PeerMessage, frozen=True):
     """The consumer is done with a fetch, one way or the other: its `code`, and bytes received.
 
@@ -164,7 +172,8 @@ class Grant(PeerMessage, frozen=True):
     """The producer agrees to serve a fetch from one generation.
 
     `blocks`: for each group, source block ids for indices [start // block_size, ...), as far as
-    known; more come with Progress. `ticket` admits this fetch on a data connection.
+    known; more come with Progress. `ticket` admits this fetch on a data connection. `report`: the
+    producer wants FetchGot (since 1.1).
     """
 
     fetch_id: Id
@@ -175,6 +184,7 @@ class Grant(PeerMessage, frozen=True):
     blocks: list[Packed]
     valid: list[Watermark]
     sealed: bool
+    report: bool = False
 
 
 class FetchRefused(PeerMessage, frozen=True):
@@ -220,7 +230,15 @@ class HeartbeatAck(PeerMessage, frozen=True):
 
 
 ToProducer = (
-    PeerHello | Attach | Detach | FetchReq | FetchClose | PeerRelease | PeerRenew | Heartbeat
+    PeerHello
+    | Attach
+    | Detach
+    | FetchReq
+    | FetchGot
+    | FetchClose
+    | PeerRelease
+    | PeerRenew
+    | Heartbeat
 )
 ToConsumer = (
     PeerWelcome

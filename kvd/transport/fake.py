@@ -15,6 +15,7 @@ from kvd.memory.engine import EngineMemory
 from kvd.memory.plan import check_same_layers, id_runs, uniform_runs
 from kvd.protocol.codes import Code
 from kvd.transport.base import PullJob, TransportError
+from kvd.transport.checksum import blocks_crc
 from kvd.transport.jobs import CheckedPiece, check_job
 
 
@@ -55,7 +56,12 @@ class FakePuller:
     """Copies from `remote` to `local`; the n-th job that is started gets the n-th fault, if any."""
 
     def __init__(
-        self, local: EngineMemory, remote: EngineMemory, faults: Iterable[Fault | None] = ()
+        self,
+        local: EngineMemory,
+        remote: EngineMemory,
+        faults: Iterable[Fault | None] = (),
+        *,
+        checked: bool = False,
     ) -> None:
         try:
             check_same_layers(remote, local)
@@ -63,6 +69,7 @@ class FakePuller:
             raise TransportError(Code.BAD_MEMORY, exc.detail) from None
         self.local = local
         self.remote = remote
+        self._checked = checked
         self.hanging = asyncio.Event()
         """Set while a job hangs."""
         self._faults = deque(faults)
@@ -96,7 +103,10 @@ class FakePuller:
             with self.local.pinned(), self.remote.pinned():
                 self._check_fence(job)
                 await self._copy(job, pieces, fault, stopped)
+                wrong = self._checked and not all(map(self._arrived, pieces))
                 self._check_fence(job)
+                if wrong:
+                    raise TransportError(Code.INTEGRITY, f"job {job.job}: checksums differ")
         except MemoryRefused as exc:
             raise TransportError(Code.ENGINE_GONE, exc.detail) from None
         finally:
@@ -148,6 +158,11 @@ class FakePuller:
         for run in uniform_runs(self.remote, self.local, p.group, p.first_layer, p.num_layers):
             src, dst = run.views(self.remote, self.local)
             dst[:, b] = src[:, a]
+
+    def _arrived(self, piece: CheckedPiece) -> bool:
+        where = piece.piece.group, piece.piece.first_layer, piece.piece.num_layers
+        source = blocks_crc(self.remote, *where, piece.src, lambda: True)
+        return source == blocks_crc(self.local, *where, piece.dst, lambda: True)
 
     async def _meddle(self, fault: Fault | None, done: int, stopped: asyncio.Event) -> None:
         match fault:

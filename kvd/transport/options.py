@@ -11,7 +11,7 @@ class TransportOptions:
 
     `transport`: "auto" or the one that alone will do. `first_frame_s`: how long an accepted data
     connection may take to show a ticket that is known here. `idle_s`: how long one that did may
-    then do nothing.
+    then do nothing. `verify`: "off", or "crc" to check every job's bytes before it counts.
     """
 
     transport: str = "auto"
@@ -23,3 +23,9 @@ class TransportOptions:
     max_data_connections: int = 256
     first_frame_s: float = 5.0
     idle_s: float = 300.0
+    verify: str = "off"
+
+    @property
+    def checked(self) -> bool:
+        """Whether pullers compare checksums."""
+        return self.verify == "crc"

@@ -62,7 +62,7 @@ class Transports:
             raise TransportError(
                 Code.TRANSPORT_UNAVAILABLE, f"shm: transport is {self.options.transport!r}"
             )
-        return ShmPuller(local, remote, self._pool)
+        return ShmPuller(local, remote, self._pool, checked=self.options.checked)
 
     def tcp(self, local: EngineMemory, host: str, port: int, remote_blocks: int) -> TcpPuller:
         """A puller from the data port at an address in numbers; raises TransportError."""

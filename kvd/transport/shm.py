@@ -12,6 +12,7 @@ from kvd.memory.host import Bytes
 from kvd.memory.plan import Call, UniformRun, calls, check_same_layers, id_runs, uniform_runs
 from kvd.protocol.codes import Code
 from kvd.transport.base import PullJob, TransportError
+from kvd.transport.checksum import blocks_crc
 from kvd.transport.copy_pool import Batch, CopyPool
 from kvd.transport.jobs import CheckedPiece, Outcome, check_job
 
@@ -28,8 +29,13 @@ _owners = itertools.count(1)
 class ShmPuller:
     """One attachment over shared memory. `remote` is mapped read-only and has a fence table."""
 
-    def __init__(self, local: EngineMemory, remote: EngineMemory, pool: CopyPool) -> None:
-        """Raises TransportError if the memories do not fit, or the remote one has no fence."""
+    def __init__(
+        self, local: EngineMemory, remote: EngineMemory, pool: CopyPool, *, checked: bool = False
+    ) -> None:
+        """`checked` compares checksums of source and destination after each job's copies.
+
+        Raises TransportError if the memories do not fit, or the remote one has no fence.
+        """
         if not local.writable:
             raise TransportError(Code.BAD_MEMORY, "our own engine's memory is mapped read-only")
         if remote.fence_slots == 0:
@@ -44,6 +50,7 @@ class ShmPuller:
         self.local = local
         self.remote = remote
         self.num_threads = pool.num_threads
+        self.checked = checked
         self._pool = pool
         self._closed = False
         self._jobs: dict[int, _Job] = {}
@@ -110,6 +117,7 @@ class _Job:
         self._local = puller.local
         self._remote = puller.remote
         self._failure: TransportError | None = None
+        self._checked = pieces if puller.checked else []
         self._pieces = [(puller.runs(piece), id_runs(piece.src, piece.dst)) for piece in pieces]
         share = -(-job.nbytes // puller.num_threads)
         self._batch_bytes = min(max(share, MIN_BATCH_BYTES), MAX_BATCH_BYTES)
@@ -148,12 +156,16 @@ class _Job:
     def finish(self) -> None:
         self._views = []
         result: int | TransportError
+        wrong = self._compare()
         if self._failure is None and not self.stopped:
             self._check_fence("after")
         if self._failure is not None:
             result = self._failure
         elif self.stopped:
             result = TransportError(Code.CANCELLED, f"job {self.job.job} was stopped")
+        elif wrong is not None:
+            # Last: a source that its owner took back is no damage.
+            result = wrong
         else:
             result = self.job.nbytes
         self.abandon()
@@ -187,6 +199,27 @@ class _Job:
                 dst[regions, b] = src[regions, a]
         except Exception as exc:
             self._fail(exc)
+
+    def _compare(self) -> TransportError | None:
+        """Reads source and destination again, and not by the plan that they were copied by."""
+        try:
+            for at, piece in enumerate(self._checked):
+                if self._interrupted():
+                    return None
+                where = piece.piece.group, piece.piece.first_layer, piece.piece.num_layers
+                crcs = [
+                    blocks_crc(memory, *where, ids, lambda: not self._interrupted())
+                    for memory, ids in ((self._remote, piece.src), (self._local, piece.dst))
+                ]
+                if None not in crcs and crcs[0] != crcs[1]:
+                    return TransportError(
+                        Code.INTEGRITY,
+                        f"piece {at} of job {self.job.job}: checksum {crcs[1]:#010x} of what"
+                        f" arrived, {crcs[0]:#010x} of its source",
+                    )
+        except Exception as exc:
+            self._fail(exc)
+        return None
 
     def _interrupted(self) -> bool:
         if self.stopped or self._failure is not None:

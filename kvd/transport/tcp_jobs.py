@@ -73,8 +73,9 @@ class Chunk:
 class Queue:
     """Chunks of all jobs of one puller, in order. Thread-safe."""
 
-    def __init__(self, local: EngineMemory, num_streams: int) -> None:
+    def __init__(self, local: EngineMemory, num_streams: int, *, checked: bool = False) -> None:
         self.local = local
+        self._checked = checked
         self._num_streams = num_streams
         self._cond = threading.Condition()
         self._queue: deque[Chunk] = deque()
@@ -221,6 +222,7 @@ class Queue:
                 piece.piece.num_layers,
                 piece.block_nbytes * int(dst.size),
                 piece.indices[at : at + at_once],
+                self._checked,
             )
             running.chunks.append(Chunk(running, request, dst))
 

@@ -34,7 +34,7 @@ class TcpPuller:
         check_congestion(options.tcp_congestion)
         self.local = local
         self._remote_blocks = remote_blocks
-        self._queue = Queue(local, options.tcp_streams)
+        self._queue = Queue(local, options.tcp_streams, checked=options.checked)
         group = Group(host, port, options)
         self._streams = [
             Stream(self._queue, group, f"kvd-data-pull-{i}") for i in range(options.tcp_streams)

@@ -6,6 +6,7 @@ import select
 import socket
 import threading
 import time
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvd.memory.plan import addresses
 from kvd.protocol.codes import Code
 from kvd.protocol.types import NULL_BLOCK
 from kvd.transport.base import TicketView
+from kvd.transport.checksum import Checksum, stretches_crc
 from kvd.transport.iov import Stretches, Vector, stretch
 from kvd.transport.options import TransportOptions
 from kvd.transport.tcp_socket import Ended, Stalled, receive_exactly, shut, wait_ready, would_block
@@ -26,6 +28,7 @@ from kvd.transport.tcp_wire import (
     Kind,
     Request,
     check_preamble,
+    pack_crc,
     pack_head,
     preamble,
     request_length,
@@ -131,7 +134,7 @@ class Connection:
             except MemoryRefused:
                 raise Refusal(Code.ENGINE_GONE, "the producer engine is gone") from None
             try:
-                vector, fault = self._serve(view, request)
+                vector, fault, crc = self._serve(view, request)
             finally:
                 view.memory.unpin()
         except Refusal as exc:
@@ -144,11 +147,12 @@ class Connection:
                 self._push(vector, socket.MSG_MORE)
         if fault is None:
             self._server.count_served(request.nbytes)
-            self._send(pack_head(Head(Kind.COMMIT, request.request, request.nbytes)))
+            commit = pack_head(Head(Kind.COMMIT, request.request, request.nbytes))
+            self._send(commit + (pack_crc(crc) if request.checked else b""))
         else:
             self._send(_pack(Kind.ABORT, request, fault))
 
-    def _serve(self, view: TicketView, request: Request) -> tuple[Vector, Refusal | None]:
+    def _serve(self, view: TicketView, request: Request) -> tuple[Vector, Refusal | None, Checksum]:
         stretches = resolve(view, request)
         fault = self._fault(view, request)
         if fault is not None:
@@ -161,10 +165,19 @@ class Connection:
             fault = self._fault(view, request)
             if fault is not None and vector.done >= head.nbytes:
                 break
+        crc = 0
+        if fault is None and request.checked:
+            # None: a fault, which is found again below.
+            go_on = lambda: self._fault(view, request) is None  # noqa: E731
+            go_on = partial(self._unfaulted, view, request)
+            crc = stretches_crc(view.memory, stretches, go_on) or 0
         if fault is None:
             # All bytes are copied into the socket by now: this check is what makes them valid.
             fault = self._fault(view, request)
-        return vector, fault
+        return vector, fault, crc
+
+    def _unfaulted(self, view: TicketView, request: Request) -> bool:
+        return self._fault(view, request) is None
 
     def _fault(self, view: TicketView, request: Request) -> Refusal | None:
         if view.memory.closing:

@@ -7,12 +7,14 @@ import socket
 import threading
 import time
 from collections import deque
+from functools import partial
 
 import numpy as np
 
 from kvd.memory.plan import addresses
 from kvd.protocol.codes import Code
 from kvd.transport.base import TransportError
+from kvd.transport.checksum import Checksum, blocks_crc
 from kvd.transport.iov import Vector
 from kvd.transport.options import TransportOptions
 from kvd.transport.tcp_jobs import Chunk, Queue, State
@@ -26,6 +28,7 @@ from kvd.transport.tcp_socket import (
     would_block,
 )
 from kvd.transport.tcp_wire import (
+    CRC_BYTES,
     HEAD_BYTES,
     PREAMBLE_BYTES,
     BadFrame,
@@ -35,6 +38,7 @@ from kvd.transport.tcp_wire import (
     code_of,
     pack_request,
     preamble,
+    unpack_crc,
     unpack_head,
 )
 
@@ -149,7 +153,8 @@ class Stream:
         )
         try:
             sock.sendall(preamble())
-            check_preamble(receive_exactly(sock, PREAMBLE_BYTES, deadline, self._go_on))
+            hello = receive_exactly(sock, PREAMBLE_BYTES, deadline, self._go_on)
+            check_preamble(hello, checked=options.checked)
         except BaseException:
             sock.close()
             raise
@@ -207,14 +212,30 @@ class Stream:
             return
         if head.kind is not Kind.DATA or head.nbytes != chunk.request.nbytes:
             raise BadFrame(f"{head.kind.name} of {head.nbytes} bytes")
-        self._receive(chunk)
+        arrived = self._receive(chunk)
         tail = self._head(chunk)
         if tail.kind is Kind.COMMIT:
-            self._queue.end(chunk)
+            self._queue.end(chunk, self._compare(chunk, arrived))
         elif tail.kind is Kind.ABORT:
             self._queue.end(chunk, TransportError(code_of(tail.code), tail.detail))
         else:
             raise BadFrame(f"{tail.kind.name} where COMMIT or ABORT belongs")
+
+    def _compare(self, chunk: Chunk, arrived: Checksum | None) -> TransportError | None:
+        """What is wrong with the bytes of a chunk, by the checksum that follows its COMMIT."""
+        if not chunk.request.checked:
+            return None
+        deadline = time.monotonic() + self._options.data_timeout_s
+        sent = unpack_crc(receive_exactly(self._socket(), CRC_BYTES, deadline, self._go_on))
+        if arrived is None:
+            return TransportError(Code.CANCELLED, "its checksum was not wanted any more")
+        if arrived == sent:
+            return None
+        where = f"{chunk.dst.size} blocks of job {chunk.job.job.job}"
+        return TransportError(
+            Code.INTEGRITY,
+            f"{where}: checksum {arrived:#010x} of what arrived, {sent:#010x} of its source",
+        )
 
     def _head(self, chunk: Chunk) -> Head:
         sock = self._socket()
@@ -235,12 +256,14 @@ class Stream:
             text[code:].decode(errors="replace"),
         )
 
-    def _receive(self, chunk: Chunk) -> None:
+    def _receive(self, chunk: Chunk) -> Checksum | None:
+        """Into the chunk's blocks; their checksum, if that is wanted and the chunk still is."""
         request = chunk.request
         landing = self._queue.begin_landing(chunk)
+        local = self._queue.local
         if landing:
             stretches = addresses(
-                self._queue.local, request.group, request.first_layer, request.num_layers, chunk.dst
+                local, request.group, request.first_layer, request.num_layers, chunk.dst
             )
             vector = Vector(stretches)
         else:
@@ -265,8 +288,18 @@ class Stream:
                 self._queue.give_up(chunk)
             if not go_on or (not landing and now - drained_since > timeout):
                 raise Ended
+        crc: Checksum | None = None
         if landing:
+            if request.checked:
+                # While it is LANDING the job keeps the memory pinned.
+                wanted = partial(self._wanted, chunk)
+                where = request.group, request.first_layer, request.num_layers
+                crc = blocks_crc(local, *where, chunk.dst, wanted)
             self._queue.landed(chunk)
+        return crc
+
+    def _wanted(self, chunk: Chunk) -> bool:
+        return self._go_on() and not chunk.job.over
 
     def _fill(self, vector: Vector) -> int:
         """One call; 0 if nothing came within a tick. Raises Ended at the end of the stream."""

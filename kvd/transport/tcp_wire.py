@@ -2,7 +2,8 @@
 
 Both ends first send a preamble. The consumer then sends requests, as many ahead as it likes; the
 producer answers them in order: a head, for DATA followed by the bytes (in the order block, layer,
-region) and a COMMIT or ABORT, or a REFUSED head alone. All numbers are little-endian.
+region) and a COMMIT or ABORT, or a REFUSED head alone. Where the request asked for it, a COMMIT is
+followed by the checksum of the bytes (since 1.1). All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from kvd.protocol.codes import Code
 
 MAGIC = b"KVDD"
 MAJOR = 1
-MINOR = 0
+MINOR = 1
+MINOR_CHECKED = 1
 MAX_COUNT = 16_384
 """Most blocks of one request."""
 MAX_DETAIL = 512
@@ -28,6 +30,9 @@ PREAMBLE_BYTES = _PREAMBLE.size
 _LENGTH = struct.Struct("<I")
 _REQUEST = struct.Struct("<BBHI16sIIQII")
 LENGTH_BYTES = _LENGTH.size
+_CRC = struct.Struct("<I")
+CRC_BYTES = _CRC.size
+_LISTED, _CHECKED = 1, 2
 MIN_REQUEST = _REQUEST.size
 MAX_REQUEST = _REQUEST.size + 4 * MAX_COUNT
 _HEAD = struct.Struct("<BBHIQ")
@@ -52,7 +57,8 @@ class Kind(enum.IntEnum):
 class Request:
     """Asks for blocks of one group in a run of layers, by index within the fetch.
 
-    `nbytes` is what the consumer has room for: both ends must come to the same number.
+    `nbytes` is what the consumer has room for: both ends must come to the same number. `checked`
+    asks for a checksum.
     """
 
     request: int
@@ -62,6 +68,7 @@ class Request:
     num_layers: int
     nbytes: int
     indices: Ids
+    checked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +86,14 @@ def preamble() -> bytes:
     return _PREAMBLE.pack(MAGIC, MAJOR, MINOR)
 
 
-def check_preamble(data: bytes) -> None:
-    """Raises BadFrame unless the other end speaks this protocol."""
+def check_preamble(data: bytes, *, checked: bool = False) -> None:
+    """Raises BadFrame unless the other end speaks this protocol, with checksums if `checked`."""
     magic, major, minor = _PREAMBLE.unpack(data)
     if magic != MAGIC:
         raise BadFrame("not a data connection of kvd")
-    if major != MAJOR:
-        raise BadFrame(f"data protocol {major}.{minor}, this is {MAJOR}.{MINOR}")
+    if major != MAJOR or (checked and minor < MINOR_CHECKED):
+        what = " with verify" if checked else ""
+        raise BadFrame(f"data protocol {major}.{minor}, this is {MAJOR}.{MINOR}{what}")
 
 
 def pack_request(request: Request) -> bytes:
@@ -96,7 +104,7 @@ def pack_request(request: Request) -> bytes:
     ranged = bool(np.array_equal(indices, np.arange(first, first + count, dtype=np.int64)))
     body = _REQUEST.pack(
         Kind.REQUEST,
-        0 if ranged else 1,
+        (0 if ranged else _LISTED) | (_CHECKED if request.checked else 0),
         request.group,
         request.request,
         request.ticket,
@@ -123,18 +131,20 @@ def unpack_request(data: bytes) -> Request:
     kind, mode, group, number, ticket, first_layer, num_layers, nbytes, first, count = (
         _REQUEST.unpack_from(data)
     )
-    if kind != Kind.REQUEST or mode not in (0, 1):
+    if kind != Kind.REQUEST or mode & ~(_LISTED | _CHECKED):
         raise BadFrame(f"frame of kind {kind}, mode {mode}")
-    if not 1 <= count <= MAX_COUNT or first + count > 2**32 - 1:
+    listed = bool(mode & _LISTED)
+    if not 1 <= count <= MAX_COUNT or (not listed and first + count > 2**32 - 1):
         raise BadFrame(f"blocks [{first}, {first + count})")
-    if len(data) != MIN_REQUEST + (4 * count if mode else 0):
+    if len(data) != MIN_REQUEST + (4 * count if listed else 0):
         raise BadFrame(f"request for {count} blocks in {len(data)} bytes")
     indices: Ids
-    if mode:
+    if listed:
         indices = np.frombuffer(data, "<u4", offset=MIN_REQUEST)
     else:
         indices = np.arange(first, first + count, dtype=np.uint32)
-    return Request(number, ticket, group, first_layer, num_layers, nbytes, indices)
+    checked = bool(mode & _CHECKED)
+    return Request(number, ticket, group, first_layer, num_layers, nbytes, indices, checked)
 
 
 def pack_head(head: Head) -> bytes:
@@ -151,6 +161,15 @@ def unpack_head(data: bytes) -> tuple[Head, int, int]:
     if kind not in (Kind.DATA, Kind.REFUSED, Kind.COMMIT, Kind.ABORT) or detail > MAX_DETAIL:
         raise BadFrame(f"answer of kind {kind} with {detail} bytes of text")
     return Head(Kind(kind), request, nbytes), code, detail
+
+
+def pack_crc(crc: int) -> bytes:
+    return _CRC.pack(crc)
+
+
+def unpack_crc(data: bytes) -> int:
+    (crc,) = _CRC.unpack(data)
+    return int(crc)
 
 
 def code_of(text: str) -> Code:

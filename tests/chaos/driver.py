@@ -74,6 +74,7 @@ def drive(runs: list[Run], seconds: float, at_most_s: float, least: Least) -> fl
     for run in runs:
         run.quiet()
         run.check_flat()
+        run.check_loops()
     return time.monotonic() - began
 
 

@@ -290,3 +290,9 @@ class Run:
                     self.violations.append(
                         f"daemon {name} holds more {what}: {before[what]}, then {after[what]}"
                     )
+
+    def check_loops(self) -> None:
+        """No callback held up a daemon's loop; of what a daemon did before it was killed, too."""
+        for name, keeper in self.site.daemons.items():
+            for line in keeper.daemon.slow_callbacks():
+                self.violations.append(f"daemon {name}: {line}")

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
 import pytest
 
 from kvd.memory.engine import EngineMemory
+from kvd.memory.plan import addresses, id_runs
 from kvd.protocol.types import Watermark
-from kvd.transport import iov, shm, tcp_serving
+from kvd.transport import fake, iov, shm, tcp_serving, tcp_stream
 from kvd.transport.base import Puller, TicketView
 from kvd.transport.copy_pool import CopyPool
 from kvd.transport.fake import FakePuller, Hang
+from kvd.transport.jobs import CheckedPiece
 from kvd.transport.options import TransportOptions
 from kvd.transport.tcp_puller import TcpPuller
 from kvd.transport.tcp_server import TcpServer
-from tests.contract.rig import SLOT, TICKET, WORD, Rig, pack
+from tests.contract.rig import SLOT, TICKET, WORD, Rig, pack, unpack
 
 GATE_TIMEOUT_S = 20.0
 TOKENS = 2**40
@@ -62,6 +66,8 @@ class Harness(Protocol):
     name: str
     fence_memory: EngineMemory
     """The memory whose fence word decides."""
+    checked: bool
+    """Whether pullers made from here on compare checksums."""
 
     def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None: ...
 
@@ -81,14 +87,24 @@ class Harness(Protocol):
         """Caps every call at `nbytes` bytes."""
         ...
 
+    def flip(self) -> None:
+        """From here on one bit of each copy is not what the source has."""
+        ...
+
+    def swap(self) -> None:
+        """From here on each copy's blocks arrive in each other's places."""
+        ...
+
     async def aclose(self) -> None: ...
 
 
 class ShmHarness:
     name = "shm"
+    checked = False
 
     def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
+        self._rig = rig
         self._local = rig.dst.open(writable=True)
         owner = rig.src.open(writable=True)
         self.fence_memory = rig.src.open_shared(owner)
@@ -96,7 +112,7 @@ class ShmHarness:
         self._pullers: list[Puller] = []
 
     def puller(self) -> Puller:
-        puller = shm.ShmPuller(self._local, self.fence_memory, self._pool)
+        puller = shm.ShmPuller(self._local, self.fence_memory, self._pool, checked=self.checked)
         self._pullers.append(puller)
         return puller
 
@@ -118,14 +134,39 @@ class ShmHarness:
         self._patch.setattr(shm._Job, "_copy", gated)
         return gate
 
+    def flip(self) -> None:
+        copy = shm._Job._copy
+
+        def flipping(job: Any, batch: list[Any]) -> None:
+            copy(job, batch)
+            self._rig.dst.block(0, 0, unpack(job.job.pieces[0].dst)[0])[-1] ^= 1
+
+        self._patch.setattr(shm._Job, "_copy", flipping)
+
+    def swap(self) -> None:
+        self._patch.setattr(shm, "id_runs", lambda src, dst: id_runs(src[::-1], dst))
+
     async def aclose(self) -> None:
         for puller in self._pullers:
             await puller.aclose()
         assert await asyncio.to_thread(self._pool.close, 5.0)
 
 
+class FlippedVector(iov.Vector):
+    """One bit changes between the producer's memory and its socket; the memory stays as it is."""
+
+    def __init__(self, stretches: iov.Stretches) -> None:
+        if len(stretches) > 1:  # a head and payload
+            address, nbytes = stretches[-1].tolist()
+            self._sent = np.frombuffer(ctypes.string_at(address, nbytes), np.uint8).copy()
+            self._sent[-1] ^= 1
+            stretches = np.concatenate((stretches[:-1], iov.stretch(self._sent)))
+        super().__init__(stretches)
+
+
 class TcpHarness:
     name = "tcp"
+    checked = False
     options = TransportOptions(data_timeout_s=5.0, connect_timeout_s=5.0, first_frame_s=5.0)
     host = "127.0.0.1"
 
@@ -138,8 +179,9 @@ class TcpHarness:
         self._pullers: list[Puller] = []
 
     def puller(self) -> TcpPuller:
+        options = replace(self.options, verify="crc" if self.checked else "off")
         puller = TcpPuller(
-            self._local, self.host, self.server.port, self._rig.src.num_blocks, self.options
+            self._local, self.host, self.server.port, self._rig.src.num_blocks, options
         )
         self._pullers.append(puller)
         return puller
@@ -174,6 +216,12 @@ class TcpHarness:
         self._patch.setattr(tcp_serving.Connection, "_push", gated)
         return gate
 
+    def flip(self) -> None:
+        self._patch.setattr(tcp_serving, "Vector", FlippedVector)
+
+    def swap(self) -> None:
+        self._patch.setattr(tcp_stream, "addresses", lambda *asked: addresses(*asked)[::-1])
+
     async def aclose(self) -> None:
         for puller in self._pullers:
             await puller.aclose()
@@ -206,14 +254,17 @@ class FakeGate:
 
 class FakeHarness:
     name = "fake"
+    checked = False
 
     def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+        self._rig = rig
         self._local = rig.dst.open(writable=True)
         self.fence_memory = rig.src.open(writable=False)
         self._pullers: list[FakePuller] = []
 
     def puller(self) -> FakePuller:
-        puller = FakePuller(self._local, self.fence_memory)
+        puller = FakePuller(self._local, self.fence_memory, checked=self.checked)
         self._pullers.append(puller)
         return puller
 
@@ -226,6 +277,18 @@ class FakeHarness:
     def gate(self, after: int) -> FakeGate:
         self._pullers[0].script(Hang(after))
         return FakeGate(self._pullers)
+
+    def flip(self) -> None:
+        copy = FakePuller._copy_block
+
+        def flipping(puller: FakePuller, piece: CheckedPiece, a: int, b: int) -> None:
+            copy(puller, piece, a, b)
+            self._rig.dst.block(0, 0, b)[-1] ^= 1
+
+        self._patch.setattr(FakePuller, "_copy_block", flipping)
+
+    def swap(self) -> None:
+        self._patch.setattr(fake, "id_runs", lambda src, dst: id_runs(src[::-1], dst))
 
     async def aclose(self) -> None:
         for puller in self._pullers:

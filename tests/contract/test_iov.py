@@ -204,6 +204,6 @@ def test_preambles() -> None:
     check_preamble(preamble())
     with pytest.raises(BadFrame, match="not a data connection"):
         check_preamble(b"HTTP/1.1")
-    with pytest.raises(BadFrame, match=r"data protocol 2\.0, this is 1\.0"):
+    with pytest.raises(BadFrame, match=r"data protocol 2\.0, this is 1\.1"):
         check_preamble(b"KVDD\x02\x00\x00\x00")
     check_preamble(b"KVDD\x01\x00\x07\x00")  # a newer minor is fine

@@ -91,6 +91,16 @@ def test_without_a_compiler_the_ratio_is_null(tmp_run_dir: Path) -> None:
     assert result["limit_cpu_s_per_gb"] is None
     assert "no C compiler" in result["limit_note"]
     assert (result["threads"], result["settings"]) == (1, {"shm_threads": "1"})
+    assert result["verify"] == "off"
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_the_cost_of_verify_can_be_measured(tmp_run_dir: Path, transport: str) -> None:
+    code, result, err = bench(
+        tmp_run_dir, "--transport", transport, "--requests", "2", "--config", "verify=crc"
+    )
+    assert code == 0, err
+    assert (result["verified"], result["verify"]) == (True, "crc")
 
 
 @pytest.mark.parametrize(("transport", "damage"), [("shm", "flip"), ("tcp", "stray")])

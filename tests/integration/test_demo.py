@@ -26,9 +26,10 @@ from kvd.demo.client import Answer, Client
 from kvd.demo.damage import install
 from kvd.demo.model import ModelShape, write_model
 from kvd.demo.processes import shared_memory_of
-from kvd.demo.prompts import prompts
+from kvd.demo.prompts import Prompt, prompts
 from kvd.demo.report import as_json, passed, show
 from kvd.demo.results import Control, Results, Row, checks
+from kvd.demo.run import records_by_answer
 from kvd.memory.engine import EngineMemory
 from kvd.protocol.peer import SegmentInfo
 from kvd.protocol.types import LayerLayout, Region
@@ -233,6 +234,20 @@ def test_no_rows_never_pass() -> None:
     results = good()
     results.rows = []
     assert {IDENTICAL, TOKENS, VLLM, BYTES, "enough was asked"} <= failed(results)
+
+
+def test_records_find_their_answers() -> None:
+    a, b = Prompt("a", "x" * 5), Prompt("b", "x" * 7)
+    records: list[dict[str, Any]] = [
+        {"transfer_id": "cmpl-___1", "tokens": 7},
+        {"transfer_id": "xfer-2", "tokens": 5},
+    ]
+    first, second = records
+    assert records_by_answer(records, [a, b], ["cmpl-2", "cmpl-___1"]) == [[second], [first]]
+    assert records_by_answer(records, [a, b], ["", "other"]) == [[], []]
+    # With names that the router made up, by length, and all where only one prompt was sent.
+    assert records_by_answer(records, [a, b], None) == [[second], [first]]
+    assert records_by_answer(records, [b], None) == [records]
 
 
 def test_first_difference_is_named() -> None:

@@ -224,6 +224,6 @@ class Engine:
             and reports.receiving == reports.holding == 0
             and all(
                 self.half.statistics()[name] == 0
-                for name in ("held_blocks", "offers", "receiving", "planned", "waiting")
+                for name in ("held_blocks", "offers", "receiving", "planned", "waiting", "renewed")
             )
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.request import RequestStatus
 
 from connector_shim.connector import TransferResults
@@ -17,7 +18,7 @@ from connector_shim.errors import ClientError
 from connector_shim.jobs import RankState
 from kvd.protocol.codes import Code
 from kvd.protocol.types import NULL_BLOCK, PeerAddr
-from tests.unit.shim.fakes import remote_params
+from tests.unit.shim.fakes import Clock, remote_params
 from tests.vllm.engine import BLOCK, Engine
 from tests.vllm.models import write_tiny_llama
 
@@ -548,4 +549,35 @@ def test_two_groups_failure(make: MakeEngine, policy: str) -> None:
         assert request.status == RequestStatus.FINISHED_ERROR
     else:
         assert len(request.output_token_ids) == 4
+    assert engine.is_empty()
+
+
+# --- waiting in the queue -----------------------------------------------------------------------
+
+
+def test_a_request_far_back_in_the_queue_keeps_its_lease(make: MakeEngine) -> None:
+    """vLLM asks about a request when its turn comes; of its arrival it tells from 0.22 on."""
+    engine = make(max_num_seqs=1)
+    clock = Clock()
+    engine.half._renewals._clock = clock
+    engine.add("busy", [7] * 20, None, max_tokens=30)
+    engine.step()
+    request = engine.add("d-1", PROMPT, remote_params())
+    for _ in range(3):
+        clock.now += engine.half.settings.lease_s / 2
+        engine.step()
+    assert request.status == RequestStatus.WAITING
+    told = hasattr(KVConnectorBase_V1, "on_new_request")
+    assert engine.client.names().count("renew") == (3 if told else 0)
+    for _ in range(40):
+        engine.step()
+        if engine.client.fetched:
+            break
+    fetch_id, _ = fetch_of(engine)
+    engine.client.end_fetch(fetch_id)
+    engine.run()
+    clock.now += 1000.0
+    before = engine.client.names().count("renew")
+    engine.step()
+    assert engine.client.names().count("renew") == before, "what was fetched is renewed no more"
     assert engine.is_empty()

@@ -48,8 +48,12 @@ class Site:
         return made
 
     def close(self) -> None:
+        """Ends everything, and fails the test if a daemon's loop was held up."""
         while self._ends:
             self._ends.pop()()
+        daemons = {p.name: p for p in self._processes if isinstance(p, Daemon)}
+        slow = [line for one in daemons.values() for line in one.slow_callbacks()]
+        assert slow == [], "callbacks that held up a daemon's loop"
 
     def logs(self) -> str:
         return "\n".join(f"--- {p.name}\n{p.tail()}" for p in self._processes)

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from kvd.protocol.types import PeerAddr
 from tests.conftest import wait_for
+from tests.integration.daemon.watched import REPORT
 
 ROOT = Path(__file__).parents[3]
 START_S = 60.0
@@ -75,10 +76,12 @@ class Daemon(Process):
         *,
         env: dict[str, str] | None = None,
         first_start: bool = False,
+        module: str = "tests.integration.daemon.watched",
         **settings: Any,
     ):
         self.socket = str(folder / f"{name}.sock")
         self.discovery = folder / f"{name}.json"
+        self.loop_report = folder / f"{name}.loop"
         every: dict[str, Any] = {
             "socket": self.socket,
             "discovery_file": str(self.discovery),
@@ -94,8 +97,8 @@ class Daemon(Process):
         super().__init__(
             name,
             folder,
-            [sys.executable, "-m", "kvd", "serve", *flags],
-            env={**once, **(env or {})},
+            [sys.executable, "-m", module, "serve", *flags],
+            env={**once, REPORT: str(self.loop_report), **(env or {})},
         )
 
     def ready(self) -> Self:
@@ -150,6 +153,12 @@ class Daemon(Process):
                 start, end = (int(x, 16) for x in fields[0].split("-"))
                 total += end - start
         return total
+
+    def slow_callbacks(self) -> list[str]:
+        """What its loop should not have done; see `watched`. Of all daemons of this name here."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.loop_report.read_text().splitlines()
+        return []
 
     def lines(self, event: str) -> list[dict[str, Any]]:
         """Log lines of one event."""

@@ -14,9 +14,10 @@ from kvd.protocol.codes import Code
 from kvd.protocol.types import PeerAddr
 from tests.conftest import wait_for
 from tests.integration.daemon.conftest import TRANSPORTS, Site
+from tests.integration.daemon.engine import Engine
 from tests.integration.daemon.harness import Daemon
 
-CYCLES = 20
+CYCLES = 100
 
 
 def test_a_killed_engine_gives_its_memory_back_within_a_second(site: Site) -> None:
@@ -57,19 +58,25 @@ def test_a_killed_producer_is_unmapped_by_its_peer_too(site: Site, transport: st
     assert consumer.wrong(1, {1: 1, 2: 2}) == 0
 
 
-def test_engines_that_come_and_die_leave_nothing_in_either_daemon(site: Site) -> None:
-    p, d = site.daemon("p"), site.daemon("d")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_engines_that_come_and_die_leave_nothing_in_either_daemon(
+    site: Site, transport: str
+) -> None:
+    p, d = site.daemon("p", transport=transport), site.daemon("d", transport=transport)
     consumer = site.engine(d, "consumer")
     consumer.up()
 
     def cycle(number: int) -> None:
-        producer = site.engine(p, f"producer-{number}", seed=1 + number)
-        remote = producer.up()
-        producer.offer("t", [number])
-        done = consumer.fetch("t", [number], remote=remote, engine_id=f"producer-{number}")
-        assert done.code == Code.OK, done
-        # As the kernel does it at SIGKILL: the descriptor closes, nothing is said.
-        producer.client._session.drop()
+        producer = Engine(p.socket, f"producer-{number}", seed=1 + number)
+        try:
+            remote = producer.up()
+            producer.offer("t", [number % 64])
+            done = consumer.fetch("t", [number % 64], remote=remote, engine_id=producer.engine_id)
+            assert done.code == Code.OK, done
+            # As the kernel does it at SIGKILL: the descriptor closes, nothing is said.
+            producer.client._session.drop()
+        finally:
+            producer.close()
 
     def fds() -> tuple[int, int]:
         return p.fds(), d.fds()

@@ -636,3 +636,40 @@ def test_notifies_are_bounded(world: World) -> None:
     for i in range(3):
         consumer.say(local.Release(f"T{i}", None, PeerAddr("p", 1), "P"))
     assert [m.code for m in consumer.took(local.NotifyDone)] == ["overloaded"]
+
+
+def test_a_producer_that_waits_hears_of_each_part_once_it_has_arrived_whole() -> None:
+    world = World()
+    producer, consumer = world.node("p").engine("P"), world.node("d", SMALL).engine("D")
+    producer.fence[0] = 77
+    producer.say(local.Offer("T", 1, 0, 77, 30.0, watched=True))
+    producer.give_blocks("T", 1, [[0, 1, 2, 3]])
+    producer.give_digests("T", 1, [16, 32, 48, 64])
+    producer.compute("T", 1, [[0, 1, 2, 3]])
+    consumer.fetch("f", "T", producer, end=64, start=16, blocks=[[5, 6, 7]])
+    world.settle()
+
+    def told() -> list[tuple[int, int]]:
+        return [(one.readers, one.tokens) for one in producer.took(local.OfferRead)]
+
+    assert told() == [(1, 16)], "what the consumer has from elsewhere counts"
+    world.auto_pull = False
+    producer.say(local.Extend("T", 1, 48))
+    world.settle()
+    jobs = list(consumer.node.pulls)
+    assert len(jobs) == 2, "one block of three layers each"
+    world.finish_pull(consumer.node, jobs[0])
+    world.settle()
+    assert told() == [], "a part that is on its way is not there"
+    world.finish_pull(consumer.node, jobs[1])
+    world.settle()
+    assert told() == [(1, 48)]
+    # Layer by layer: what counts is that all layers have it.
+    world.auto_pull = True
+    producer.say(local.Extend("T", 1, 64, 0, 2))
+    world.settle()
+    assert told() == []
+    producer.say(local.Seal("T", 1, 64))
+    world.settle()
+    assert told() == [(0, 0)]
+    assert consumer.done("f").code == "ok"

@@ -51,7 +51,9 @@ blocks = st.lists(packed, max_size=3)
 engine_ids = st.sampled_from(["P", "D", "X"])
 
 shim_messages = st.one_of(
-    st.builds(local.Offer, transfers, generations, small, st.integers(0, 3), seconds),
+    st.builds(
+        local.Offer, transfers, generations, small, st.integers(0, 3), seconds, st.booleans()
+    ),
     st.builds(local.OfferBlocks, transfers, generations, small, small, packed),
     st.builds(
         local.OfferDigests, transfers, generations, st.just(pack([16, 32])), st.binary(max_size=40)
@@ -106,6 +108,7 @@ client_messages = st.one_of(
         digests,
         seconds,
     ),
+    st.builds(peer.FetchGot, fetch_ids, generations, tokens),
     st.builds(peer.FetchClose, fetch_ids, codes, small),
     st.builds(peer.PeerRelease, transfers, maybe_generation, engine_ids),
     st.builds(peer.PeerRenew, transfers, maybe_generation, engine_ids),
@@ -133,6 +136,7 @@ peer_messages = st.one_of(
         small,
         blocks,
         marks,
+        st.booleans(),
         st.booleans(),
     ),
     st.builds(peer.FetchRefused, fetch_ids, codes, codes),

@@ -243,6 +243,23 @@ def test_renew_restarts_the_lease(world: World, producer: Engine) -> None:
     assert producer.ended("T") == [(3, "expired")]
 
 
+def test_renewals_come_to_an_end(world: World) -> None:
+    """However long a consumer's queue is, prefill's blocks come back."""
+    producer = world.node("p", CoreConfig(lease_max_s=5.0)).engine("P")
+    client = client_of(producer)
+    producer.open_offer("T", lease=1.0)
+    world.advance(3.0)  # prefill takes its time, which is not the consumer's
+    producer.give_blocks("T", 1, [[1, 2]])
+    producer.say(local.Seal("T", 1, 20))
+    held = 0.0
+    while producer.ended("T") == [] and held < 20.0:
+        renew(producer, client, "T")
+        world.advance(0.5)
+        held += 0.5
+    assert producer.ended("T") == [(1, "expired")]
+    assert held == 5.0
+
+
 def test_revoke_all_ends_each_offer_of_that_session_only(world: World) -> None:
     node = world.node("p")
     one, other = node.engine("P"), node.engine("Q")

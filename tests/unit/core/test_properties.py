@@ -184,7 +184,8 @@ class TwoDaemons(RuleBasedStateMachine):
         offer = Offered(transfer, generation, slot, tokens)
         offer.blocks = [free[:need], list(reversed(free))[:need]]
         self.offers[transfer, generation] = offer
-        self.producer.open_offer(transfer, generation, slot=slot, lease=lease)
+        watched = generation % 2 == 0
+        self.producer.open_offer(transfer, generation, slot=slot, lease=lease, watched=watched)
         if (transfer, generation) not in self.offers:
             return
         self.producer.give_blocks(transfer, generation, offer.blocks)

@@ -103,9 +103,10 @@ class Engine:
         slot: int = 0,
         word: int | None = None,
         lease: float = 30.0,
+        watched: bool = False,
     ) -> None:
         self.fence[slot] = word or next(self.node.world.words)
-        self.say(local.Offer(transfer, generation, slot, self.fence[slot], lease))
+        self.say(local.Offer(transfer, generation, slot, self.fence[slot], lease, watched))
 
     def give_blocks(
         self, transfer: str, generation: int, blocks: Sequence[Sequence[int]], first: int = 0

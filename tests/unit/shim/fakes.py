@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -173,6 +173,11 @@ class FakeClient:
     fetched: dict[str, dict[str, Any]] = field(default_factory=dict)
     offered: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
     closed: int = 0
+    clock: Clock | None = None
+    """Moved on by a poll that waits for nothing."""
+    waits: list[float] = field(default_factory=list)
+    later: list[Callable[[], None]] = field(default_factory=list)
+    """What happens while polls wait, one thing each."""
 
     def __post_init__(self) -> None:
         self.welcome = Welcome(
@@ -197,6 +202,12 @@ class FakeClient:
         self.memory = memory
 
     def poll(self, timeout: float = 0.0) -> list[Event]:
+        if timeout:
+            self.waits.append(timeout)
+            if not self.events and self.later:
+                self.later.pop(0)()
+            elif not self.events and self.clock is not None:
+                self.clock.now += timeout
         events, self.events = self.events, []
         return events
 
@@ -209,6 +220,7 @@ class FakeClient:
         digests: Mapping[int, bytes],
         tokens: int | None = None,
         lease_s: float,
+        watched: bool = False,
     ) -> None:
         self._call("offer", transfer_id, generation)
         self.offered[transfer_id, generation] = {
@@ -216,6 +228,7 @@ class FakeClient:
             "digests": dict(digests),
             "tokens": tokens,
             "lease_s": lease_s,
+            "watched": watched,
         }
 
     def extend_blocks(
@@ -277,6 +290,11 @@ class FakeClient:
         self, transfer_id: str, *, remote: PeerAddr, engine_id: str, generation: int | None = None
     ) -> None:
         self._call("release", transfer_id, remote, engine_id, generation)
+
+    def renew(
+        self, transfer_id: str, *, remote: PeerAddr, engine_id: str, generation: int | None = None
+    ) -> None:
+        self._call("renew", transfer_id, remote, engine_id, generation)
 
     def close(self) -> None:
         self.closed += 1

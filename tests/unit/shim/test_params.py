@@ -51,12 +51,14 @@ def test_round_trip() -> None:
         block_ids=[[1, 2, 3]],
         ranks=ranks,
         tp_size=2,
+        lease_s=12.5,
     )
     read = parse_remote_prefill(json.loads(json.dumps(made)))
     assert (read.transfer_id, read.generation, read.engine_id, read.num_tokens) == ("t", 5, "e", 40)
     assert dict(read.ranks) == ranks
     assert (made["remote_host"], made["remote_port"]) == ("10.0.0.1", 7000)
     assert made["do_remote_prefill"] is True
+    assert read.lease_s == 12.5
 
 
 def test_without_our_key_nixls_are_enough() -> None:

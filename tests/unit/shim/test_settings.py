@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from connector_shim.settings import _CHECKS, ShimSettings
+from connector_shim.settings import _CHECKS, ShimSettings, hooks_layers
 
 
 def test_defaults_pass_their_own_checks() -> None:
@@ -24,6 +24,13 @@ def test_values_are_taken() -> None:
     assert (settings.socket, settings.lease_s, settings.daemon) == ("/run/x.sock", 5.0, "spawn")
     assert isinstance(settings.lease_s, float)
     assert settings.spawn == {"transport": "tcp"}
+
+
+def test_p2pnccls_spelling_of_send_types_will_do() -> None:
+    for name in ("GET", "PUT", "PUT_ASYNC"):
+        assert ShimSettings.parse({"send_type": name}).send_type == name.lower()
+    assert not hooks_layers({"send_type": "GET", "stream_unit": "layer"})
+    assert hooks_layers({"send_type": "PUT", "stream_unit": "layer"})
 
 
 def test_unknown_keys_are_named_with_the_known_ones() -> None:

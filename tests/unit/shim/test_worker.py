@@ -212,6 +212,7 @@ def test_an_offer_in_full() -> None:
             "digests": {16: b"a" * 16, 20: b"b" * 16},
             "tokens": 20,
             "lease_s": 12.0,
+            "watched": False,
         }
     }
     bench.client.end_offer("t-p-1", 5, Code.EXPIRED)

@@ -90,6 +90,9 @@ async def _serve(settings: Settings) -> int:
         for task in background:
             task.cancel()
         notifier.close()
+        # All has been done that a signal could ask for. The loop gives handlers back before the
+        # process ends, and the default action would make an orderly end look like a crash.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
 
 
 def _on_signals(daemon: Daemon, notifier: Notifier) -> None:

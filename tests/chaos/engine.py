@@ -185,6 +185,7 @@ class ChaosEngine:
                 digests={} if streamed else self._digests(plan, 0, len(blocks)),
                 tokens=None if streamed else plan["tokens"],
                 lease_s=plan["lease_s"],
+                watched=plan["aimed_s"] is not None,
             )
         except ClientError as exc:
             self.give_up(blocks)
@@ -249,6 +250,12 @@ class ChaosEngine:
             return
         if not last:
             self.after(plan["gap_s"], lambda: self._step(prefill, chunk + 1))
+
+    def _read(self, event: local.OfferRead) -> None:
+        prefill = self.prefills.get((event.transfer_id, event.generation))
+        if prefill is None or not event.readers or prefill.generation > prefill.plan["take_backs"]:
+            return
+        self.after(prefill.plan["aimed_s"], lambda: self._take_back(prefill))
 
     def _take_back(self, prefill: Prefill, *, resume: bool = True) -> None:
         """Preemption, or the end of the request: the blocks are someone else's at once."""
@@ -334,6 +341,8 @@ class ChaosEngine:
                     prefill = self.prefills.pop((event.transfer_id, event.generation), None)
                     if prefill is not None:
                         self.give_up(prefill.blocks)
+                case local.OfferRead():
+                    self._read(event)
                 case local.FetchDone():
                     self._done(event)
                 case Up():

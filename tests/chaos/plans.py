@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 BLOCK_SIZE = 16
 
-AIMED = 0.12
-"""Part of the transfers that are taken back at the moment at which they are fetched."""
+AIMED = 0.15
+"""Part of the transfers that are taken back just when they are read."""
 
 FaultKind = Literal[
     "kill_engine", "kill_daemon", "stop_daemon", "stop_long", "stop_engine", "drain_daemon",
@@ -62,6 +62,8 @@ class TransferPlan:
     layered: bool
     lease_s: float
     take_back_s: float | None
+    aimed_s: float | None
+    """Taken back so long after it was granted to somebody: in mid-copy, at best."""
     take_backs: int
     resume: bool
     fetches: tuple[FetchPlan, ...]
@@ -70,7 +72,7 @@ class TransferPlan:
         """For the producer's engine."""
         names = (
             "delay_s", "blocks", "tokens", "chunks", "gap_s", "layered", "lease_s", "take_back_s",
-            "take_backs", "resume",
+            "aimed_s", "take_backs", "resume",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
@@ -106,23 +108,17 @@ class Transfers:
             )
             for consumer in rng.sample(range(self._consumers), 2 if rng.random() < 0.2 else 1)
         )
-        late_s = rng.uniform(0.0, 0.06) if offer_late else 0.0
-        take_back_s = rng.uniform(0.0, soon) if takes_back else None
-        aimed_s = fetches[0].delay_s - late_s + rng.uniform(0.0, 0.008)
-        if rng.random() < AIMED and aimed_s > 0.0:
-            # Given up and written over while the consumer's daemon reads it.
-            blocks, tokens = 40, BLOCK_SIZE * 40
-            streamed, take_back_s = False, aimed_s
         return TransferPlan(
             producer=rng.randrange(self._producers),
-            delay_s=late_s,
+            delay_s=rng.uniform(0.0, 0.06) if offer_late else 0.0,
             blocks=blocks,
             tokens=tokens,
             chunks=rng.randint(1, 6) if streamed else 0,
             gap_s=rng.uniform(0.0, 0.06),
             layered=rng.random() < 0.4,
             lease_s=rng.uniform(0.5, 2.0),
-            take_back_s=take_back_s,
+            take_back_s=rng.uniform(0.0, soon) if takes_back else None,
+            aimed_s=rng.uniform(0.0, 0.004) if rng.random() < AIMED else None,
             take_backs=rng.randint(1, 3),
             resume=rng.random() < 0.6,
             fetches=fetches,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 BLOCK_SIZE = 16
 
-AIMED = 0.15
+AIMED = 0.3
 """Part of the transfers that are taken back just when they are read."""
 
 FaultKind = Literal[
@@ -92,6 +92,7 @@ class Transfers:
         streamed = rng.random() < 0.5
         takes_back = rng.random() < 0.3
         offer_late = rng.random() < 0.5
+        aimed_s = rng.uniform(0.0, 0.002) if rng.random() < AIMED else None
         # Taken back while it is being copied, more often than not.
         soon = rng.choice((0.002, 0.01, 0.05, 0.3))
         fetches = tuple(
@@ -113,12 +114,12 @@ class Transfers:
             delay_s=rng.uniform(0.0, 0.06) if offer_late else 0.0,
             blocks=blocks,
             tokens=tokens,
-            chunks=rng.randint(1, 6) if streamed else 0,
+            chunks=rng.randint(1, 6) if streamed and aimed_s is None else 0,
             gap_s=rng.uniform(0.0, 0.06),
             layered=rng.random() < 0.4,
             lease_s=rng.uniform(0.5, 2.0),
             take_back_s=rng.uniform(0.0, soon) if takes_back else None,
-            aimed_s=rng.uniform(0.0, 0.004) if rng.random() < AIMED else None,
+            aimed_s=aimed_s,
             take_backs=rng.randint(1, 3),
             resume=rng.random() < 0.6,
             fetches=fetches,

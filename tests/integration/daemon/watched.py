@@ -140,16 +140,22 @@ def install(report: Path) -> Watch:
 
 
 def serve_watched(report: Path) -> None:
-    """Start to watch a daemon once it serves: until then it imports, and nobody waits for it."""
+    """Watch a daemon while it serves: before that it imports, after that it closes its sockets, and
+    nobody waits for it."""
     watch = install(report)
     watch.armed = False
-    write = DiscoveryFile.write
+    write, remove = DiscoveryFile.write, DiscoveryFile.remove
 
     def written(self: DiscoveryFile, content: dict[str, Any]) -> None:
         write(self, content)
         watch.armed = True
 
+    def removed(self: DiscoveryFile) -> None:
+        watch.armed = False
+        remove(self)
+
     DiscoveryFile.write = written  # type: ignore[method-assign]
+    DiscoveryFile.remove = removed  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

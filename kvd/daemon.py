@@ -108,6 +108,7 @@ class Daemon:
             heartbeat_s=settings.heartbeat_s,
             peer_timeout_s=settings.peer_timeout_s,
             max_clients=settings.max_clients,
+            max_clients_per_peer=settings.max_clients_per_peer,
             curve=self._curve,
         )
 
@@ -116,7 +117,7 @@ class Daemon:
     async def start(self) -> None:
         """Binds everything, then serves. Raises BindError; `stop` leaves nothing behind."""
         settings = self.settings
-        listener = from_systemd() or bind(settings.socket)
+        listener = from_systemd() or bind(settings.socket, gid=settings.socket_gid)
         self._closers.append(listener.close)
         link_listener = self._bind_link(listener.path + LINK_SUFFIX)
         if self._curve is not None:
@@ -162,6 +163,7 @@ class Daemon:
             drops=self._drops,
             max_sessions=settings.max_sessions,
             max_queue=settings.max_frame_queue,
+            gid=settings.socket_gid,
         )
         if link_listener is not None:
             self._links = LinkServer(

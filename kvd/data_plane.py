@@ -37,6 +37,7 @@ class DataPlane:
                     connect_timeout_s=settings.connect_timeout_s,
                     max_data_connections=settings.max_data_connections,
                     verify=settings.verify,
+                    max_data_connections_per_peer=settings.max_data_connections_per_peer,
                 )
             )
         except TransportError as e:

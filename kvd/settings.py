@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import grp
 import os
 from dataclasses import fields
 from typing import Annotated, Any, Literal
@@ -59,6 +60,16 @@ def _split(value: object) -> object:
     return value
 
 
+def _gid(group: str) -> int | None:
+    """The group's number, None for no group. Raises ValueError for one that does not exist."""
+    if not group:
+        return None
+    try:
+        return int(group) if group.isascii() and group.isdigit() else grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise ValueError(f"there is no group {group} on this host") from None
+
+
 class Settings(BaseSettings):
     """All settings of the daemon. Building it reads neither environment nor files."""
 
@@ -71,6 +82,12 @@ class Settings(BaseSettings):
         group="Addresses",
         shown="/run/kvd/kvd.sock, else $XDG_RUNTIME_DIR/kvd/kvd.sock, else /tmp/kvd-UID/kvd.sock",
         validate_default=True,
+    )
+    socket_group: str = _setting(
+        "",
+        "group (name or number) whose members may use that socket too, which is then of mode "
+        '0660; "" is this user alone',
+        group="Addresses",
     )
     listen: str = _setting(
         "127.0.0.1:0",
@@ -202,8 +219,16 @@ class Settings(BaseSettings):
     max_clients: int = _setting(
         1024, "daemons that may be connected to this one", group="Limits and times", ge=1, le=2**16
     )
+    max_clients_per_peer: int = _setting(
+        128,
+        "of them, those from one address, or with one key where there are keys",
+        group="Limits and times", ge=1, le=2**16,
+    )  # fmt: skip
     max_data_connections: int = _setting(
         1024, "data connections that may be open", group="Limits and times", ge=1, le=2**16
+    )
+    max_data_connections_per_peer: int = _setting(
+        256, "of them, those from one address", group="Limits and times", ge=1, le=2**16
     )
 
     # --- limits of the core
@@ -259,6 +284,14 @@ class Settings(BaseSettings):
     max_offers: int = _core("max_offers", "offers that may be open", ge=1, le=2**20)
     max_fetches: int = _core("max_fetches", "fetches that may be open", ge=1, le=2**20)
     max_parked: int = _core("max_parked", "fetches that may wait for their offer", ge=0, le=2**20)
+    max_parked_per_peer: int = _core(
+        "max_parked_per_peer", "of them, those of one peer (by key, else by address)", ge=0,
+        le=2**20,
+    )  # fmt: skip
+    max_bytes_per_peer: int = _core(
+        "max_bytes_per_peer", "KV that one peer may be reading at once", unit="bytes",
+        ge=1, le=2**60,
+    )  # fmt: skip
     max_tombstones: int = _core(
         "max_tombstones", "ended transfers that are remembered", ge=0, le=2**24
     )
@@ -297,6 +330,12 @@ class Settings(BaseSettings):
     @classmethod
     def _socket(cls, value: str) -> str:
         return check_socket_path(value or default_socket_path())
+
+    @field_validator("socket_group")
+    @classmethod
+    def _socket_group(cls, value: str) -> str:
+        _gid(value)
+        return value
 
     @field_validator("keys", "control_token_file")
     @classmethod
@@ -385,6 +424,11 @@ class Settings(BaseSettings):
         return self
 
     # --- the same, as their users need them
+
+    @property
+    def socket_gid(self) -> int | None:
+        """Number of `socket_group`, or None."""
+        return _gid(self.socket_group)
 
     @property
     def listen_at(self) -> HostPort:

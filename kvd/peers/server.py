@@ -44,6 +44,11 @@ class _Client:
     """Name of the key that it proved to hold; empty where there are no keys."""
     source: str = ""
 
+    @property
+    def peer(self) -> str:
+        """Whose quotas it uses."""
+        return self.key or self.source
+
 
 class PeerServer:
     """Serves one bound address. Feeds ClientJoined, ClientMessage and ClientLeft."""
@@ -59,6 +64,7 @@ class PeerServer:
         heartbeat_s: float,
         peer_timeout_s: float,
         max_clients: int,
+        max_clients_per_peer: int = 128,
         curve: Curve | None = None,
     ) -> None:
         self._context = context
@@ -71,6 +77,7 @@ class PeerServer:
         self._heartbeat_s = heartbeat_s
         self._timeout_s = peer_timeout_s
         self._max_clients = max_clients
+        self._max_clients_per_peer = max_clients_per_peer
         self._numbers = itertools.count(1)
         self._by_route: dict[bytes, _Client] = {}
         self._by_number: dict[int, _Client] = {}
@@ -216,6 +223,7 @@ class PeerServer:
             return
         if known is None:
             # We forgot it (it was silent too long), or it never introduced itself.
+            self._drops.drop("peer_server", "no_hello", source=_source(frames))
             self._refuse(route, None, Code.STALE_EPOCH, "say hello first")
             return
         if epoch != known.boot_id:
@@ -253,6 +261,12 @@ class PeerServer:
             detail = f"{self._max_clients} daemons are connected (max_clients)"
             self._refuse(route, None, Code.OVERLOADED, detail)
             return
+        name = key or source
+        if sum(c.peer == name for c in self._by_number.values()) >= self._max_clients_per_peer:
+            self._drops.drop("peer_server", "max_clients_per_peer", source=source, key=key)
+            detail = f"{self._max_clients_per_peer} daemons of {name} are connected"
+            self._refuse(route, None, Code.OVERLOADED, f"{detail} (max_clients_per_peer)")
+            return
         client = _Client(
             number=next(self._numbers),
             route=route,
@@ -282,6 +296,7 @@ class PeerServer:
                 daemon_id=hello.daemon_id,
                 boot_id=epoch,
                 same_host=same_host,
+                peer=client.peer,
             )
         )
         welcome = peer.PeerWelcome(

@@ -21,6 +21,7 @@ class TransportOptions:
     data_timeout_s: float = 10.0
     connect_timeout_s: float = 5.0
     max_data_connections: int = 256
+    max_data_connections_per_peer: int = 256
     first_frame_s: float = 5.0
     idle_s: float = 300.0
     verify: str = "off"

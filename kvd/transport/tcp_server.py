@@ -19,13 +19,21 @@ BACKLOG = 64
 DROP_REASONS = (
     "not_allowed",
     "too_many",
+    "too_many_of_peer",
     "first_frame",
     "bad_frame",
     "idle",
     "stalled",
     "broken",
     "accept",
+    str(Code.UNKNOWN_TRANSFER),
+    str(Code.ENGINE_GONE),
+    str(Code.BAD_MESSAGE),
+    str(Code.RANGE_NOT_HELD),
+    str(Code.FENCED),
+    str(Code.INTERNAL),
 )
+"""Why connections are closed, and (the codes) why single requests are refused."""
 
 
 def _anybody(host: str) -> bool:
@@ -133,13 +141,16 @@ class TcpServer:
         if not self._admit(peer):
             return "not_allowed"
         prepare(sock, peer, self.options.tcp_congestion)
-        connection = Connection(self, sock)
+        connection = Connection(self, sock, peer)
         thread = threading.Thread(
             target=self._serve, args=(connection,), name="kvd-data-serve", daemon=True
         )
         with self._lock:
             if len(self._connections) >= self.options.max_data_connections:
                 return "too_many"
+            of_peer = sum(one.peer == peer for one in self._connections)
+            if of_peer >= self.options.max_data_connections_per_peer:
+                return "too_many_of_peer"
             if self.closing:
                 return "broken"
             self._connections[connection] = thread

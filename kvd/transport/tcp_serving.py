@@ -60,11 +60,15 @@ class Server(Protocol):
 
     def count_served(self, nbytes: int) -> None: ...
 
+    def count_dropped(self, reason: str) -> None: ...
+
 
 class Connection:
     """Runs on a thread of its own, and alone closes its socket."""
 
-    def __init__(self, server: Server, sock: socket.socket) -> None:
+    def __init__(self, server: Server, sock: socket.socket, peer: str = "") -> None:
+        self.peer = peer
+        """The address that it came from."""
         self._server = server
         self._sock = sock
         self._lock = threading.Lock()
@@ -138,6 +142,7 @@ class Connection:
             finally:
                 view.memory.unpin()
         except Refusal as exc:
+            self._server.count_dropped(str(exc.code))
             self._send(_pack(Kind.REFUSED, request, exc))
             return
         if vector.left:

@@ -49,6 +49,8 @@ MEMORY_THREADS = 4
 """Registrations and attachments that are mapped at once."""
 WATCH_S = 0.5
 """How often the loop's lag is measured and the gauges are set."""
+HANG_S = 30.0
+"""A thread that is at the same few megabytes for so long hangs; /healthz says so."""
 STOP_TIMEOUT_S = 5.0
 """How long a stopping daemon waits for the last copies and sessions to end."""
 BOOTSTRAP_PEERS_S = 2.0
@@ -95,7 +97,11 @@ class Daemon:
             address=lambda: self._http.address,
         )
         self._http = HttpServer(
-            metrics, ready=self._not_ready, bootstrap=self._bootstrap, routes=control.add_to
+            metrics,
+            ready=self._not_ready,
+            healthy=self._unhealthy,
+            bootstrap=self._bootstrap,
+            routes=control.add_to,
         )
         self._bootstrap_http = HttpServer(metrics, ready=self._not_ready, bootstrap=self._bootstrap)
         self._data = DataPlane(settings, metrics)
@@ -331,6 +337,13 @@ class Daemon:
             "requests": now.requests,
             "jobs": now.jobs,
         }
+
+    def stuck(self, limit_s: float) -> list[str]:
+        """Names of the data threads that did not get on with their work for `limit_s`."""
+        return self._data.stuck(limit_s)
+
+    def _unhealthy(self) -> dict[str, str]:
+        return dict.fromkeys(self.stuck(HANG_S), f"no progress for {HANG_S:g} s")
 
     def _not_ready(self) -> dict[str, str]:
         reasons = {}

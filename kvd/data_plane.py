@@ -66,6 +66,10 @@ class DataPlane:
         """Where the data server listens; None without one."""
         return None if self._server is None else self._server.port
 
+    def stuck(self, limit_s: float) -> list[str]:
+        """Names of threads that do not get on with their work; see `Transports.stuck`."""
+        return self.transports.stuck(limit_s)
+
     def _admit(self, address: str) -> bool:
         return in_networks(address, self._allow)
 

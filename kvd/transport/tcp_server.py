@@ -12,6 +12,7 @@ from collections.abc import Callable
 from kvd.protocol.codes import Code
 from kvd.transport.base import TicketView, TransportError
 from kvd.transport.options import TransportOptions
+from kvd.transport.pulse import Pulse
 from kvd.transport.tcp_serving import Connection
 from kvd.transport.tcp_socket import TICK_S, check_congestion, prepare, shut
 
@@ -49,11 +50,13 @@ class TcpServer:
         port: int,
         options: TransportOptions,
         admit: Callable[[str], bool] = _anybody,
+        pulse: Pulse | None = None,
     ) -> None:
         """Binds and listens; `port` 0 takes a free one. `admit(address)` is asked for each
         connection. Raises TransportError naming the address."""
         check_congestion(options.tcp_congestion)
         self.options = options
+        self.pulse = pulse or Pulse()
         self._admit = admit
         self._tickets: dict[bytes, TicketView] = {}
         self._lock = threading.Lock()
@@ -165,6 +168,7 @@ class TcpServer:
         try:
             reason = connection.run()
         finally:
+            self.pulse.idle()
             connection.close()
             with self._lock:
                 del self._connections[connection]

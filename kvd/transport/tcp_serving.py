@@ -19,6 +19,7 @@ from kvd.transport.base import TicketView
 from kvd.transport.checksum import Checksum, stretches_crc
 from kvd.transport.iov import Stretches, Vector, stretch
 from kvd.transport.options import TransportOptions
+from kvd.transport.pulse import Pulse
 from kvd.transport.tcp_socket import Ended, Stalled, receive_exactly, shut, wait_ready, would_block
 from kvd.transport.tcp_wire import (
     LENGTH_BYTES,
@@ -52,6 +53,7 @@ class Server(Protocol):
     """What a connection needs of its server."""
 
     options: TransportOptions
+    pulse: Pulse
 
     @property
     def closing(self) -> bool: ...
@@ -99,12 +101,14 @@ class Connection:
             while True:
                 state = "idle" if self._known else "first_frame"
                 deadline = time.monotonic() + options.idle_s if self._known else first
+                self._server.pulse.idle()
                 # A long tick: when the server closes, it shuts the socket, which ends the poll.
                 wait_ready(self._sock, select.POLLIN, deadline, self._go_on, _IDLE_TICK_S)
                 if self._known:
                     deadline = time.monotonic() + options.first_frame_s
                 request = self._read_request(deadline)
                 state = "stalled"
+                self._server.pulse.busy()
                 self._answer(request)
         except BadFrame:
             return "bad_frame"
@@ -207,6 +211,7 @@ class Connection:
 
     def _push(self, vector: Vector, flags: int) -> None:
         """Sends some of the vector; returns every tick, too, while nothing can be sent."""
+        self._server.pulse.busy()
         try:
             vector.send(self._sock.fileno(), flags | socket.MSG_NOSIGNAL)
             self._progress = time.monotonic()

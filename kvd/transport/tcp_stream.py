@@ -17,6 +17,7 @@ from kvd.transport.base import TransportError
 from kvd.transport.checksum import Checksum, blocks_crc
 from kvd.transport.iov import Vector
 from kvd.transport.options import TransportOptions
+from kvd.transport.pulse import Pulse
 from kvd.transport.tcp_jobs import Chunk, Queue, State
 from kvd.transport.tcp_socket import (
     Ended,
@@ -51,7 +52,8 @@ RETRY_S = 1.0
 class Group:
     """What the streams of one puller share: where to connect, and who is connected."""
 
-    def __init__(self, host: str, port: int, options: TransportOptions) -> None:
+    def __init__(self, host: str, port: int, options: TransportOptions, pulse: Pulse) -> None:
+        self.pulse = pulse
         self.host = host
         self.port = port
         self.options = options
@@ -112,11 +114,14 @@ class Stream:
                     self._broken(exc)
         finally:
             self._disconnect()
+            self._group.pulse.idle()
 
     def _ask(self) -> bool:
         """Fills up the requests under way; False when the queue was closed."""
         if not self._asked:
+            self._group.pulse.idle()
             chunk = self._queue.take(wait=True)
+            self._group.pulse.busy()
             if chunk is None:
                 return False
             self._append(chunk)
@@ -134,6 +139,7 @@ class Stream:
         self._unsent.append(len(frame))
 
     def _go_on(self) -> bool:
+        self._group.pulse.busy()
         if self._queue.local.closing:
             self._queue.fail_all(TransportError(Code.ENGINE_GONE, "our engine is gone"))
         return not self._queue.closed
@@ -268,6 +274,7 @@ class Stream:
             vector = Vector(stretches)
         else:
             vector = Vector.repeated(self._scratch, request.nbytes)
+        self._group.pulse.busy()
         timeout = self._options.data_timeout_s
         last = drained_since = time.monotonic()
         while vector.left:

@@ -62,9 +62,9 @@ DROPS: Mapping[str, tuple[str, ...]] = {
         "accept", "max_links", "undecodable", "bad_message", "uid", "unproven", "no_hello", *_ENDS,
     ),
     "data": (
-        "not_allowed", "too_many", "too_many_of_peer", "first_frame", "bad_frame", "idle", "stalled",
-        "broken", "accept", "unknown_transfer", "engine_gone", "bad_message", "range_not_held",
-        "fenced", "internal",
+        "not_allowed", "too_many", "too_many_of_peer", "first_frame", "bad_frame", "idle",
+        "stalled", "broken", "tls", "accept", "unknown_transfer", "engine_gone", "bad_message",
+        "range_not_held", "fenced", "internal",
     ),
     "http": ("timeout", "max_connections", "bad_request", "refused"),
     "metrics": ("internal",),

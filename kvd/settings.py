@@ -155,6 +155,19 @@ class Settings(BaseSettings):
         shown='""',
     )
 
+    tls_cert: str = _setting(
+        "",
+        "PEM file of this daemon's certificate: data connections of the tcp transport are inside "
+        'TLS 1.3; "" is none',
+        group="Security",
+    )
+    tls_key: str = _setting("", "PEM file of the certificate's key", group="Security")
+    tls_ca: str = _setting(
+        "",
+        "PEM file of the authority that peers' certificates must be of; one for kvd alone",
+        group="Security",
+    )
+
     # --- how bytes move
     device: str = _setting("cpu", "memory that the engine's KV cache lies in: cpu", group="Data")
     transport: Literal["auto", "shm", "tcp", "cuda_ipc", "nccl"] = _setting(
@@ -337,7 +350,7 @@ class Settings(BaseSettings):
         _gid(value)
         return value
 
-    @field_validator("keys", "control_token_file")
+    @field_validator("keys", "control_token_file", "tls_cert", "tls_key", "tls_ca")
     @classmethod
     def _keys(cls, value: str) -> str:
         return os.path.abspath(os.path.expanduser(value)) if value else ""
@@ -401,6 +414,13 @@ class Settings(BaseSettings):
                         "loopback address, make keys (kvd keys init) and name their folder with "
                         "keys, or set insecure = true if every host that can reach it is trusted"
                     )
+        tls = {name: getattr(self, name) for name in ("tls_cert", "tls_key", "tls_ca")}
+        if any(tls.values()) and not all(tls.values()):
+            missing = ", ".join(name for name, value in tls.items() if not value)
+            raise ValueError(
+                f"{missing}: must be set too; tls_cert, tls_key and tls_ca belong together, and "
+                "a part of them protects nothing"
+            )
         if self.listen_at.is_wildcard and not self.advertise:
             raise ValueError(
                 f"advertise: must be set, since listen is {self.listen} and peers need an address "

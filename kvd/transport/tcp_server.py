@@ -26,6 +26,7 @@ DROP_REASONS = (
     "idle",
     "stalled",
     "broken",
+    "tls",
     "accept",
     str(Code.UNKNOWN_TRANSFER),
     str(Code.ENGINE_GONE),

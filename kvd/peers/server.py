@@ -97,9 +97,16 @@ class PeerServer:
         # over to a newer connection is not wanted: ours are made up by ZMQ, one per connection,
         # and a client that comes back says hello anew.)
         router.set(zmq.ROUTER_MANDATORY, 1)
-        # Half-open connections are closed below us as well.
-        router.set(zmq.HEARTBEAT_IVL, max(1, int(self._heartbeat_s * 1000)))
-        router.set(zmq.HEARTBEAT_TIMEOUT, max(1, int(self._timeout_s * 1000)))
+        # Half-open connections are closed below us as well: by TCP, since ZMQ's own heartbeats end
+        # the process (libzmq 4.3.5, "Assertion failed: !_io_error") when a client that never read
+        # hangs up while it has more messages on their way than we take.
+        seconds = max(1, int(self._timeout_s))
+        for option, value in (
+            (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, seconds),
+            (zmq.TCP_KEEPALIVE_INTVL, 1), (zmq.TCP_KEEPALIVE_CNT, seconds),
+            (zmq.TCP_MAXRT, 1000 * seconds),
+        ):  # fmt: skip
+            router.set(option, value)
         if self._curve is not None:
             self._curve.secure_server(router)
         self._monitor = router.get_monitor_socket(FAILURES)

@@ -140,12 +140,15 @@ class TlsChannel:
         return self._move(vector, lambda window, n: self._sock.recv_into(window, n))
 
     def push(self, vector: iov.Vector, flags: int) -> int:
-        return self._move(vector, lambda window, n: self._sock.send(memoryview(window)[:n]))
+        done = self._move(vector, lambda window, n: self._sock.send(memoryview(window)[:n]))
+        if not done:
+            raise BrokenPipeError(errno.EPIPE, "the other end hung up")
+        return done
 
     def send(self, data: bytes) -> int:
         with _plainly():
             return self._sock.send(data[:RECORD_BYTES])
-        return 0
+        raise BrokenPipeError(errno.EPIPE, "the other end hung up")
 
     def stale(self) -> bool:
         # Nothing comes by itself: there are no session tickets, and TLS 1.3 knows no renegotiation.
@@ -181,7 +184,7 @@ class TlsChannel:
         return done
 
 
-class _plainly(contextlib.AbstractContextManager[None]):  # noqa: N801 - read as a statement
+class _plainly(contextlib.AbstractContextManager[None]):
     """What TLS says in its own exceptions, as a socket says it; an end is no exception."""
 
     def __exit__(self, kind: object, error: BaseException | None, _trace: object) -> bool:

@@ -333,8 +333,11 @@ class Stream:
         match exc:
             case Stalled():
                 why = f"no connection within {self._options.connect_timeout_s:g} s"
-            case Ended():
-                why = "closed at once (too many data connections, or this host is not allowed)"
+            case Ended() | ConnectionResetError():
+                why = (
+                    "closed at once (too many data connections, this host is not allowed, or the "
+                    "other end asks for TLS)"
+                )
             case _:
                 why = str(exc) or repr(exc)
         code = Code.PEER_UNREACHABLE

@@ -160,7 +160,9 @@ class TlsChannel:
     def close(self) -> None:
         self._sock.close()
 
-    def _move(self, vector: iov.Vector, call: Callable[[ctypes.Array[ctypes.c_char], int], int]) -> int:
+    def _move(
+        self, vector: iov.Vector, call: Callable[[ctypes.Array[ctypes.c_char], int], int]
+    ) -> int:
         """Record after record, for a tick at most, so that a stop never waits for longer."""
         done = 0
         until = time.monotonic() + TICK_S

@@ -34,7 +34,7 @@ from tests.hostile.messages import Known, pickle_that_touches
 from tests.hostile.target import SETTLE_S, Target
 from tests.integration.daemon.conftest import Site
 
-EXAMPLES = 150
+EXAMPLES = 60
 """Of one round."""
 Round = Callable[[int], None]
 
@@ -69,10 +69,11 @@ class Fuzzer:
             if number >= len(doors) and time.monotonic() > deadline:
                 break
             name = list(doors)[number % len(doors)]
-            one = first_seed + number
+            one, began = first_seed + number, time.monotonic()
             print(f"round {number}: {name}, seed {one}", flush=True)
             doors[name](one)
             assert self.target.p.popen.poll() is None, f"the daemon ended: {name}, seed {one}"
+            print(f"  {time.monotonic() - began:.1f} s", flush=True)
         print(f"{self.examples} examples")
 
     # --- the doors --------------------------------------------------------------------------

@@ -126,7 +126,7 @@ async def test_members_are_let_in_and_others_are_not(
     with pytest.raises(PermissionError):
         await asyncio.to_thread(connect_as, UID, OTHER_GID)
     # One whom the file's mode lets through is still looked at.
-    os.chmod(shell.path, 0o666)
+    os.chmod(shell.path, 0o666)  # noqa: S103
     shim = await asyncio.to_thread(connect_as, UID, OTHER_GID)
     refused = await shim.expect(local.Refused)
     assert refused.code == Code.UNSUPPORTED

@@ -41,6 +41,7 @@ from kvd.protocol.types import PeerAddr
 from kvd.protocol.version import PROTO_MAJOR, PROTO_MINOR
 from kvd.reactor import Reactor
 from kvd.settings import Settings
+from kvd.spans import open_spans
 from kvd.tasks import TaskSet
 
 log = structlog.get_logger("kvd.daemon")
@@ -90,6 +91,7 @@ class Daemon:
         self._curve = Curve(settings.keys) if settings.keys else None
         self._zap: ZapHandler | None = None
         self._history = History()
+        self._spans = open_spans(settings.otlp_endpoint)
         self._started = time.monotonic()
         control = Control(
             self,
@@ -197,6 +199,7 @@ class Daemon:
             data=self._data,
             metrics=self.metrics,
             history=self._history,
+            spans=self._spans,
         )
         self._reactor = Reactor(
             self._core,
@@ -272,6 +275,9 @@ class Daemon:
         self._server.close()
         if self._zap is not None:
             self._zap.close()
+        if self._spans is not None:
+            # It waits for the network, and only for a moment.
+            await asyncio.to_thread(self._spans.close)
         self._executor.shutdown(wait=False, cancel_futures=True)
         for close in reversed(self._closers):
             close()

@@ -224,6 +224,15 @@ class Settings(BaseSettings):
         "info", "least level that is logged", group="Logs"
     )
 
+    # --- traces
+    otlp_endpoint: str = _setting(
+        "",
+        "URL that spans of transfers are sent to by OTLP over HTTP, such as "
+        'http://127.0.0.1:4318/v1/traces; needs the extra otel; "" sends none',
+        group="Logs",
+        pattern=r"^(https?://\S+)?$",
+    )
+
     # --- limits of the shell
     max_frame_queue: int = _setting(
         1024, "frames that may wait for one engine or peer that does not read",

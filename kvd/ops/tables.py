@@ -231,20 +231,24 @@ def _failures(found: dict[str, Any]) -> Table:
     )
 
 
+STAGES = ("parked", "granted", "first_byte", "last_byte", "told")
+
+
 def transfers_view(rows: Sequence[dict[str, Any]]) -> Table:
     """Ended transfers, newest first, with the time at which each passed its stages."""
-    table = _table("", "when", "", "transfer", "code", "by", "bytes", "granted", "first", "last",
-                   "told", right=("bytes", "granted", "first", "last", "told"))  # fmt: skip
+    table = _table("", "when", "", "transfer", "code", "by", "bytes", "parked", "granted",
+                   "first", "last", "told",
+                   right=("bytes", "parked", "granted", "first", "last", "told"))  # fmt: skip
     table.title = None
     for t in rows:
         stages = t["stages"]
         table.add_row(
             time.strftime("%H:%M:%S", time.localtime(t["at"])),
             {"fetched": "in", "served": "out"}.get(t["direction"], "?"),
-            short(t["transfer_id"], 16),
+            short(t["transfer_id"], 11),
             _state(t["code"]) if t["code"] == "ok" else Text(t["code"], style=BAD),
             t["transport"] or "-",
             size(t["nbytes"]),
-            *(seconds(stages.get(s, -1)) for s in ("granted", "first_byte", "last_byte", "told")),
+            *(seconds(stages.get(s, -1)) for s in STAGES),
         )
     return table

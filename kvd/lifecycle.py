@@ -100,9 +100,7 @@ async def _serve(settings: Settings) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
 
 
-def _on_signals(
-    daemon: Daemon, notifier: Notifier, background: list[asyncio.Task[None]]
-) -> None:
+def _on_signals(daemon: Daemon, notifier: Notifier, background: list[asyncio.Task[None]]) -> None:
     """The first signal drains, the second stops at once, a third is not needed."""
 
     def on_signal(name: str) -> None:

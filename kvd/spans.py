@@ -28,9 +28,7 @@ EVENTS = ("parked", "granted", "first_byte", "last_byte")
 class Spans:
     """Makes spans of the core's records and hands them to the provider, which must not block."""
 
-    def __init__(
-        self, provider: TracerProvider, clock: Callable[[], int] = time.time_ns
-    ) -> None:
+    def __init__(self, provider: TracerProvider, clock: Callable[[], int] = time.time_ns) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider = provider

@@ -43,6 +43,4 @@ def issue(folder: Path, ca: Path, name: str, *, days: int = 2) -> Certificate:
 
 
 def _openssl(*arguments: str) -> None:
-    subprocess.run(
-        ["openssl", *arguments], check=True, capture_output=True, timeout=60, text=True
-    )
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=60, text=True)

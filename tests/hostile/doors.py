@@ -189,9 +189,7 @@ class Insider:
         self.sock = self._stack.enter_context(door.dealer(source))
         self.sock.send(hello(name))
         self.sock.send(
-            said(
-                peer.Attach("x", PRODUCER, "stranger", 1, Rank(), target.geometry, ["tcp"])
-            )
+            said(peer.Attach("x", PRODUCER, "stranger", 1, Rank(), target.geometry, ["tcp"]))
         )
         door.receive_until(self.sock, peer.AttachOk)
         self.ticket = self.grant("f").ticket

@@ -84,7 +84,7 @@ class Fuzzer:
         self._compared(
             number,
             st.tuples(st.integers(0, 2), scripts),
-            lambda drawn: self.unix.attack(*drawn, next(self.numbers)),
+            lambda drawn: self.unix.attack(drawn[0], drawn[1], next(self.numbers)),
             told=lambda: self.unix.heard["Refused"],
             counted=lambda: self._dropped("session") + self._metric("kvd_refused_total"),
         )
@@ -117,7 +117,7 @@ class Fuzzer:
         self._compared(
             number,
             st.tuples(st.booleans(), st.lists(st.one_of(parts, one_part), max_size=8)),
-            lambda drawn: self.zmq.attack(*drawn, next(self.numbers) % 64),
+            lambda drawn: self.zmq.attack(drawn[0], drawn[1], next(self.numbers) % 64),
             told=lambda: sum(
                 self.zmq.heard[n] for n in ("PeerRefused", "FetchRefused", "AttachRefused")
             ),
@@ -145,9 +145,7 @@ class Fuzzer:
                     lambda indices: np.array(indices, np.uint32)
                 ),
             ).map(pack_request)
-            frame = st.one_of(
-                requests, requests, self.known.damaged(requests), self.known.noise()
-            )
+            frame = st.one_of(requests, requests, self.known.damaged(requests), self.known.noise())
 
             def attack(drawn: tuple[bool, list[bytes]]) -> None:
                 insider.beat()
@@ -191,9 +189,7 @@ class Fuzzer:
              + pickle_that_touches(self.known.canary)]
         )  # fmt: skip
         broken = st.one_of(self.known.damaged(good), self.known.noise(), bad_body)
-        drawn = st.one_of(
-            st.tuples(good, st.just(True)), st.tuples(broken, st.just(False))
-        )
+        drawn = st.one_of(st.tuples(good, st.just(True)), st.tuples(broken, st.just(False)))
         self._compared(
             number,
             drawn,

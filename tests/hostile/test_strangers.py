@@ -117,9 +117,7 @@ def test_a_thousand_idle_data_connections(target: Target, data_door: DataDoor) -
 
 
 @pytest.mark.fd_margin(64)
-def test_a_thousand_idle_daemons(
-    target: Target, zmq_door: ZmqDoor, context: zmq.Context[bytes]
-) -> None:
+def test_a_thousand_idle_daemons(target: Target, zmq_door: ZmqDoor) -> None:
     """They say hello and no more, as a peer that hangs does."""
     before = target.dropped("peer_server", "max_clients_per_peer")
     most = 0.0
@@ -129,7 +127,7 @@ def test_a_thousand_idle_daemons(
         most = max(most, target.p.metric("kvd_clients"))
         joined = sum(line["source"] == ELSEWHERE for line in target.p.lines("client_joined"))
         refused = target.dropped("peer_server", "max_clients_per_peer") - before
-        return refused + joined >= 1000
+        return bool(refused + joined >= 1000)
 
     with contextlib.ExitStack() as stack:
         for number in range(1000):
@@ -155,15 +153,14 @@ def test_a_thousand_idle_http_connections(target: Target) -> None:
         wait_for(lambda: target.dropped("http") >= before + 1000, SETTLE_S, what="all are counted")
 
 
-def test_data_that_is_never_read(
-    target: Target, zmq_door: ZmqDoor, data_door: DataDoor
-) -> None:
+def test_data_that_is_never_read(target: Target, zmq_door: ZmqDoor, data_door: DataDoor) -> None:
     """A peer with a ticket asks for the same blocks again and again."""
     insider = Insider(target, zmq_door, "deaf")
     before = target.dropped("data", "stalled")
     ask = pack_request(bait_request(insider.ticket))
     try:
         with many(8, data_door.greeted) as socks:
+
             def over() -> bool:
                 insider.beat()
                 for sock in socks:
@@ -268,11 +265,12 @@ def test_pickle_bytes(
     data_door.attack(False, [pickled])
     data_door.attack(True, [pickled])
     http_door.attack(pickled, whole=False)
-    for where, count in {"session": 3, "peer_server": 3, "data": 2, "http": 1, "link": 1}.items():
-        wait_for(
-            lambda where=where, count=count: target.dropped(where) >= before[where] + count,
-            SETTLE_S, what=f"{count} counted at {where}",
-        )  # fmt: skip
+    expected = {"session": 3, "peer_server": 3, "data": 2, "http": 1, "link": 1}
+
+    def counted() -> bool:
+        return all(target.dropped(w) >= before[w] + count for w, count in expected.items())
+
+    wait_for(counted, SETTLE_S, what="all are counted")
 
 
 def test_the_canary_of_the_pickle_works(target: Target) -> None:

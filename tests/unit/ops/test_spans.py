@@ -175,6 +175,3 @@ def test_a_daemon_sends_them_and_bears_a_collector_that_is_gone(site: Site) -> N
         collector.shutdown()
         thread.join(10)
         collector.server_close()
-
-
-

@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import zmq
 
+from kvd import keys
 from kvd.protocol import peer
 from kvd.protocol.codes import Code
 from kvd.transport.tcp_wire import Kind, pack_request, preamble
@@ -32,6 +35,7 @@ from tests.hostile.doors import (
 )
 from tests.hostile.messages import CLAIMS, pickle_that_touches
 from tests.hostile.target import SETTLE_S, Target
+from tests.integration.daemon.conftest import Site
 
 ELSEWHERE = "127.0.0.9"
 """The strangers' address, where it matters that it is not the good peer's."""
@@ -284,3 +288,38 @@ def test_the_canary_of_the_pickle_works(target: Target) -> None:
         [sys.executable, "-c", code], input=pickle_that_touches(other), check=True, timeout=60
     )
     assert other.exists()
+
+
+def test_wrong_keys(site: Site, tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Without a key, with one that nobody trusts, and with the wrong idea of the daemon's."""
+    folder = tmp_path / "keys"
+    own = keys.init(folder).public
+    target = Target(site, site.folder, keys=str(folder))
+    public, secret = zmq.curve_keypair()
+    other, _ = zmq.curve_keypair()
+    with target.unharmed(), target.served_meanwhile():
+        for reasons, server_key in (
+            (("mechanism_mismatch", "bad_handshake"), b""),
+            (("unknown_key",), own),
+            (("wrong_server_key",), other),
+        ):
+
+            def counted(reasons: tuple[str, ...] = reasons) -> float:
+                return sum(target.dropped("curve", reason) for reason in reasons)
+
+            before = counted()
+            with context.socket(zmq.DEALER) as stranger:
+                stranger.set(zmq.LINGER, 0)
+                if server_key:
+                    stranger.set(zmq.CURVE_SERVERKEY, server_key)
+                    stranger.set(zmq.CURVE_PUBLICKEY, public)
+                    stranger.set(zmq.CURVE_SECRETKEY, secret)
+                stranger.connect(f"tcp://{target.at}")
+                stranger.send(hello("stranger"))
+                wait_for(partial(_more, counted, before), SETTLE_S, what=f"{reasons} are counted")
+                assert not stranger.poll(200), "it was answered"
+        assert target.p.metric("kvd_clients") == 1
+
+
+def _more(count: Callable[[], float], before: float) -> bool:
+    return count() > before

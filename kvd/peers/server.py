@@ -102,10 +102,12 @@ class PeerServer:
         # hangs up while it has more messages on their way than we take.
         seconds = max(1, int(self._timeout_s))
         for option, value in (
-            (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, seconds),
-            (zmq.TCP_KEEPALIVE_INTVL, 1), (zmq.TCP_KEEPALIVE_CNT, seconds),
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, seconds),
+            (zmq.TCP_KEEPALIVE_INTVL, max(1, seconds // 3)),
+            (zmq.TCP_KEEPALIVE_CNT, 3),
             (zmq.TCP_MAXRT, 1000 * seconds),
-        ):  # fmt: skip
+        ):
             router.set(option, value)
         if self._curve is not None:
             self._curve.secure_server(router)

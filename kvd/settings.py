@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import grp
 import os
 from dataclasses import fields
 from typing import Annotated, Any, Literal
@@ -24,6 +23,7 @@ from kvd.addresses import (
     Network,
     check_socket_path,
     default_socket_path,
+    group_id,
     parse_bind,
     parse_host_port,
     parse_network,
@@ -58,16 +58,6 @@ def _split(value: object) -> object:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value
-
-
-def _gid(group: str) -> int | None:
-    """The group's number, None for no group. Raises ValueError for one that does not exist."""
-    if not group:
-        return None
-    try:
-        return int(group) if group.isascii() and group.isdigit() else grp.getgrnam(group).gr_gid
-    except KeyError:
-        raise ValueError(f"there is no group {group} on this host") from None
 
 
 class Settings(BaseSettings):
@@ -356,7 +346,7 @@ class Settings(BaseSettings):
     @field_validator("socket_group")
     @classmethod
     def _socket_group(cls, value: str) -> str:
-        _gid(value)
+        group_id(value)
         return value
 
     @field_validator("keys", "control_token_file", "tls_cert", "tls_key", "tls_ca")
@@ -457,7 +447,7 @@ class Settings(BaseSettings):
     @property
     def socket_gid(self) -> int | None:
         """Number of `socket_group`, or None."""
-        return _gid(self.socket_group)
+        return group_id(self.socket_group)
 
     @property
     def listen_at(self) -> HostPort:

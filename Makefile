@@ -6,12 +6,13 @@ STAMP := $(VENV)/.ready
 # Arguments for `kvd demo`, `kvd bench` and pytest: make demo ARGS="--config transport=tcp"
 ARGS ?=
 
-.PHONY: help venv demo bench lint test chaos mutate-safety clean distclean
+.PHONY: help venv demo bench lint test chaos fuzz mutate-safety clean distclean
 
 help:
 	@echo "make demo    two vLLM engines hand over KV through two daemons"
 	@echo "make test    lint, types, import rules and all tests"
 	@echo "make chaos   faults at random against real daemons (SECONDS=600 SEED=n)"
+	@echo "make fuzz    hostile input at every port of a real daemon (SECONDS=600 SEED=n)"
 	@echo "make mutate-safety  removes each safety guard once; its test must see it"
 	@echo "make bench   measure transfers on this machine"
 	@echo "make lint    lint, types and import rules only"
@@ -45,6 +46,9 @@ chaos: venv
 	$(BIN)/python -m tests.chaos.driver --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) --logs \
 		--transfers $$(($(SECONDS) * 100 / 3)) --faults $$(($(SECONDS) / 3)) \
 		--hits $$(($(SECONDS) * 5 / 6)) $(ARGS)
+
+fuzz: venv
+	$(BIN)/python -m tests.hostile.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 mutate-safety: venv
 	$(BIN)/python -m tests.chaos.mutants $(ARGS)

@@ -33,6 +33,7 @@ class ConsumerCalls(Calls):
         deadline_s: float,
         park_s: float,
         fetch_id: str | None = None,
+        traceparent: str = "",
     ) -> str:
         """Asks for tokens `[start, end)` into these blocks; returns the fetch's id.
 
@@ -60,6 +61,7 @@ class ConsumerCalls(Calls):
             digest=digest,
             deadline_s=deadline_s,
             park_s=park_s,
+            traceparent=traceparent,
         )
         self._session.push(fetch_frames(message, packed))
         self._tracker.open_fetch(fetch_id, packed, self._clock(), deadline_s)

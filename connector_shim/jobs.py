@@ -64,6 +64,8 @@ class FetchJob:
     digest: bytes
     doomed: str = ""
     bootstrap: Address | None = None
+    traceparent: str = ""
+    """W3C trace context of the request, where vLLM was given one."""
 
 
 @dataclass(frozen=True, slots=True)

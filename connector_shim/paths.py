@@ -69,7 +69,8 @@ def why_not(path: str, exc: OSError) -> tuple[Code, str]:
         return (
             Code.PEER_NOT_ALLOWED,
             f"no access to the daemon's socket {path}: {owner}, this engine runs as uid "
-            f"{os.geteuid()}: run both as the same user",
+            f"{os.geteuid()}: run both as the same user, or name a group of this user in the "
+            "daemon's socket_group",
         )
     return (
         Code.DAEMON_GONE,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from connector_shim.params import ParamsError, wants
+from kvd.protocol.local import MAX_TRACEPARENT
 
 
 def fetch_end(prompt_tokens: int, remote_tokens: int | None, block_size: int) -> int:
@@ -45,3 +47,14 @@ def clear_flag(params: Any) -> bool:
     except (ParamsError, TypeError):
         return False
     return True
+
+
+def traceparent(request: Any) -> str:
+    """W3C trace context of a request; empty where it has none, or none that could be one."""
+    headers = getattr(request, "trace_headers", None)
+    if not isinstance(headers, Mapping):
+        return ""
+    value = headers.get("traceparent")
+    if not isinstance(value, str) or not value.isascii() or len(value) > MAX_TRACEPARENT:
+        return ""
+    return value

@@ -36,7 +36,13 @@ from connector_shim.params import (
     wants,
 )
 from connector_shim.prompts import finished_well, prompt_digest, unfit
-from connector_shim.readings import clear_flag, fetch_end, fresh_blocks, valid_tokens
+from connector_shim.readings import (
+    clear_flag,
+    fetch_end,
+    fresh_blocks,
+    traceparent,
+    valid_tokens,
+)
 from connector_shim.renewals import Renewals
 from connector_shim.settings import ShimSettings
 from connector_shim.streams import NULL_BLOCK_ID, Streams
@@ -291,6 +297,7 @@ class SchedulerHalf:
             blocks=tuple(tables),
             digest=prompt_digest(request, end).at([end])[0],
             bootstrap=plan.remote.bootstrap,
+            traceparent=traceparent(request),
         )
 
     def _release(self, params: Mapping[str, Any], noted: bool = False) -> None:

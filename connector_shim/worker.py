@@ -92,6 +92,7 @@ class WorkerClient(Protocol):
         deadline_s: float,
         park_s: float,
         fetch_id: str | None = None,
+        traceparent: str = "",
     ) -> str: ...
     def cancel(self, fetch_id: str) -> object: ...
     def release(
@@ -282,6 +283,7 @@ class WorkerHalf:
                 # Both engines were asked at once: the producer has its own queue to go through.
                 park_s=settings.park_s if job.bootstrap is None else settings.fetch_deadline_s,
                 fetch_id=fetch_id,
+                traceparent=job.traceparent,
             )
         except ClientError as error:
             self.tally.note(f"fetch_{error.code}", error.detail)

@@ -5,6 +5,7 @@ Everything here raises ValueError with a sentence that says what is allowed.
 
 from __future__ import annotations
 
+import grp
 import ipaddress
 import os
 from collections.abc import Mapping
@@ -154,3 +155,13 @@ def default_socket_path(env: Mapping[str, str] | None = None) -> str:
         if os.access(folder if os.path.exists(folder) else os.path.dirname(folder), os.W_OK):
             return f"{folder}/kvd.sock"
     return f"/tmp/kvd-{os.getuid()}/kvd.sock"  # noqa: S108
+
+
+def group_id(group: str) -> int | None:
+    """The group's number, None for no group. Raises ValueError for one that does not exist."""
+    if not group:
+        return None
+    try:
+        return int(group) if group.isascii() and group.isdigit() else grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise ValueError(f"there is no group {group} on this host") from None

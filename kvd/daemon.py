@@ -41,6 +41,7 @@ from kvd.protocol.types import PeerAddr
 from kvd.protocol.version import PROTO_MAJOR, PROTO_MINOR
 from kvd.reactor import Reactor
 from kvd.settings import Settings
+from kvd.spans import open_spans
 from kvd.tasks import TaskSet
 
 log = structlog.get_logger("kvd.daemon")
@@ -49,6 +50,8 @@ MEMORY_THREADS = 4
 """Registrations and attachments that are mapped at once."""
 WATCH_S = 0.5
 """How often the loop's lag is measured and the gauges are set."""
+HANG_S = 30.0
+"""A thread that is at the same few megabytes for so long hangs; /healthz says so."""
 STOP_TIMEOUT_S = 5.0
 """How long a stopping daemon waits for the last copies and sessions to end."""
 BOOTSTRAP_PEERS_S = 2.0
@@ -88,6 +91,7 @@ class Daemon:
         self._curve = Curve(settings.keys) if settings.keys else None
         self._zap: ZapHandler | None = None
         self._history = History()
+        self._spans = open_spans(settings.otlp_endpoint)
         self._started = time.monotonic()
         control = Control(
             self,
@@ -95,7 +99,11 @@ class Daemon:
             address=lambda: self._http.address,
         )
         self._http = HttpServer(
-            metrics, ready=self._not_ready, bootstrap=self._bootstrap, routes=control.add_to
+            metrics,
+            ready=self._not_ready,
+            healthy=self._unhealthy,
+            bootstrap=self._bootstrap,
+            routes=control.add_to,
         )
         self._bootstrap_http = HttpServer(metrics, ready=self._not_ready, bootstrap=self._bootstrap)
         self._data = DataPlane(settings, metrics)
@@ -108,6 +116,7 @@ class Daemon:
             heartbeat_s=settings.heartbeat_s,
             peer_timeout_s=settings.peer_timeout_s,
             max_clients=settings.max_clients,
+            max_clients_per_peer=settings.max_clients_per_peer,
             curve=self._curve,
         )
 
@@ -116,7 +125,7 @@ class Daemon:
     async def start(self) -> None:
         """Binds everything, then serves. Raises BindError; `stop` leaves nothing behind."""
         settings = self.settings
-        listener = from_systemd() or bind(settings.socket)
+        listener = from_systemd() or bind(settings.socket, gid=settings.socket_gid)
         self._closers.append(listener.close)
         link_listener = self._bind_link(listener.path + LINK_SUFFIX)
         if self._curve is not None:
@@ -162,6 +171,7 @@ class Daemon:
             drops=self._drops,
             max_sessions=settings.max_sessions,
             max_queue=settings.max_frame_queue,
+            gid=settings.socket_gid,
         )
         if link_listener is not None:
             self._links = LinkServer(
@@ -189,6 +199,7 @@ class Daemon:
             data=self._data,
             metrics=self.metrics,
             history=self._history,
+            spans=self._spans,
         )
         self._reactor = Reactor(
             self._core,
@@ -264,6 +275,9 @@ class Daemon:
         self._server.close()
         if self._zap is not None:
             self._zap.close()
+        if self._spans is not None:
+            # It waits for the network, and only for a moment.
+            await asyncio.to_thread(self._spans.close)
         self._executor.shutdown(wait=False, cancel_futures=True)
         for close in reversed(self._closers):
             close()
@@ -329,6 +343,13 @@ class Daemon:
             "requests": now.requests,
             "jobs": now.jobs,
         }
+
+    def stuck(self, limit_s: float) -> list[str]:
+        """Names of the data threads that did not get on with their work for `limit_s`."""
+        return self._data.stuck(limit_s)
+
+    def _unhealthy(self) -> dict[str, str]:
+        return dict.fromkeys(self.stuck(HANG_S), f"no progress for {HANG_S:g} s")
 
     def _not_ready(self) -> dict[str, str]:
         reasons = {}

@@ -13,6 +13,7 @@ from kvd.metrics import Metrics
 from kvd.peers.resolve import in_networks
 from kvd.settings import Settings
 from kvd.transport.base import TicketView, TransportError
+from kvd.transport.channel import load_tls
 from kvd.transport.options import TransportOptions
 from kvd.transport.registry import Transports
 from kvd.transport.tcp_server import TcpServer
@@ -26,6 +27,8 @@ class DataPlane:
         self._metrics = metrics
         self._at = settings.data_listen_at
         self._allow = tuple(parse_network(text) for text in settings.allow_peers)
+        files = (settings.tls_cert, settings.tls_key, settings.tls_ca)
+        tls = load_tls(*files) if all(files) else None
         try:
             self.transports = Transports(
                 TransportOptions(
@@ -35,8 +38,10 @@ class DataPlane:
                     tcp_congestion=settings.tcp_congestion,
                     data_timeout_s=settings.data_timeout_s,
                     connect_timeout_s=settings.connect_timeout_s,
+                    tls=tls,
                     max_data_connections=settings.max_data_connections,
                     verify=settings.verify,
+                    max_data_connections_per_peer=settings.max_data_connections_per_peer,
                 )
             )
         except TransportError as e:
@@ -64,6 +69,10 @@ class DataPlane:
     def port(self) -> int | None:
         """Where the data server listens; None without one."""
         return None if self._server is None else self._server.port
+
+    def stuck(self, limit_s: float) -> list[str]:
+        """Names of threads that do not get on with their work; see `Transports.stuck`."""
+        return self.transports.stuck(limit_s)
 
     def _admit(self, address: str) -> bool:
         return in_networks(address, self._allow)

@@ -21,6 +21,7 @@ from kvd.peers.server import PeerServer
 from kvd.peers.table import PeerTable
 from kvd.protocol import peer
 from kvd.protocol.codes import Code
+from kvd.spans import Spans
 
 log = structlog.get_logger("kvd.core")
 
@@ -48,8 +49,10 @@ class Dispatcher:
         data: DataPlane,
         metrics: Metrics,
         history: History,
+        spans: Spans | None = None,
     ) -> None:
         self._history = history
+        self._spans = spans
         self._feed = feed
         self._local = local
         self._server = server
@@ -137,6 +140,8 @@ class Dispatcher:
         self._history.record(i)
         # An engine or a peer may wait for what follows; the line can wait for both.
         self._loop.call_soon(self._log, i)
+        if self._spans is not None:
+            self._loop.call_soon(self._spans.record, i)
 
     def _log(self, i: ask.Record) -> None:
         fields = {name: _plain(value) for name, value in i.fields.items()}

@@ -66,11 +66,13 @@ class History:
 
 
 def _stages(fields: Mapping[str, object]) -> dict[str, float]:
-    """Seconds since the engine asked: granted, first and last byte, told. -1: never reached."""
+    """Seconds since the engine asked: parked at the producer's daemon, granted, first and last
+    byte, told. -1: never reached."""
     stages, told = fields.get("stages"), fields.get("seconds")
     if not isinstance(stages, Stages):
         return {}
     return {
+        "parked": stages.parked,
         "granted": stages.granted,
         "first_byte": stages.first_byte,
         "last_byte": stages.last_byte,

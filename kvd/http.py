@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,6 +18,7 @@ from typing import cast
 
 import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from kvd.addresses import HostPort
 from kvd.local.listener import BindError
@@ -36,6 +38,15 @@ Reasons = Callable[[], Mapping[str, str]]
 """What speaks against it, by name; nothing when all is well."""
 Bootstrap = Callable[[bool], Awaitable[Mapping[str, object]]]
 """Where producers are; with True, those of this daemon alone."""
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Strangers who send what is no HTTP are counted, and must not be able to fill the log."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+
+
+_server_log = logging.getLogger("kvd.http.server")
+_server_log.addFilter(_is_ours)
 
 
 def bind_tcp(setting: str, at: HostPort, backlog: int = 128) -> socket.socket:
@@ -93,7 +104,7 @@ class HttpServer:
         self._routes = routes
         self._connection_s = connection_s
         self._max_connections = max_connections
-        self._open: set[_Bounded] = set()
+        self._open: dict[_Bounded, None] = {}
         self._servers: list[asyncio.Server] = []
         self._runner: web.AppRunner | None = None
         self.address: HostPort | None = None
@@ -137,10 +148,11 @@ class HttpServer:
         app.router.add_get("/readyz", self._get_readyz)
         app.router.add_get(PATH, self._get_bootstrap)
         self._routes(app)
-        app.on_response_prepare.append(_one_request)
+        app.on_response_prepare.append(self._prepare)
         self._runner = web.AppRunner(
             app,
             access_log=None,
+            logger=_server_log,
             handle_signals=False,
             max_line_size=MAX_LINE,
             max_field_size=MAX_LINE,
@@ -153,8 +165,9 @@ class HttpServer:
         assert self._runner is not None
         assert self._runner.server is not None
         if len(self._open) >= self._max_connections:
+            # The oldest goes, not the newest: a probe is answered although strangers hold all.
             self._metrics.dropped("http", "max_connections")
-            return _Refusing()
+            next(iter(self._open)).abort()
         return _Bounded(self._runner.server(), self._open, self._metrics, self._connection_s)
 
     async def aclose(self) -> None:
@@ -169,6 +182,15 @@ class HttpServer:
                     await self._runner.cleanup()
             self._runner = None
         self.address = None
+
+    async def _prepare(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Before the first byte of each answer to a request that could be read."""
+        for connection in self._open:
+            if connection.transport is request.transport:
+                connection.understood = True
+        if 400 <= response.status < 500:
+            self._metrics.dropped("http", "refused")
+        _one_request(response)
 
     # --- endpoints --------------------------------------------------------------------------
 
@@ -203,18 +225,11 @@ def _verdict(name: str, ask: Reasons) -> web.Response:
     )
 
 
-async def _one_request(_request: web.Request, response: web.StreamResponse) -> None:
+def _one_request(response: web.StreamResponse) -> None:
     response.force_close()
     response.headers["Connection"] = "close"
     response.headers["Cache-Control"] = "no-store"
     response.headers["X-Content-Type-Options"] = "nosniff"
-
-
-class _Refusing(asyncio.Protocol):
-    """One connection too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
 
 
 class _Bounded(asyncio.Protocol):
@@ -225,18 +240,25 @@ class _Bounded(asyncio.Protocol):
     """
 
     def __init__(
-        self, inner: asyncio.Protocol, peers: set[_Bounded], metrics: Metrics, seconds: float
+        self,
+        inner: asyncio.Protocol,
+        peers: dict[_Bounded, None],
+        metrics: Metrics,
+        seconds: float,
     ) -> None:
         self._inner = inner
         self._peers = peers
         self._metrics = metrics
         self._seconds = seconds
-        self._transport: asyncio.WriteTransport | None = None
+        self.understood = False
+        """A request came that could be read, or there is nobody to blame that none did."""
+        self._heard = False
+        self.transport: asyncio.WriteTransport | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.WriteTransport, transport)
-        self._peers.add(self)
+        self.transport = cast(asyncio.WriteTransport, transport)
+        self._peers[self] = None
         self._timer = asyncio.get_running_loop().call_later(self._seconds, self._expire)
         self._inner.connection_made(transport)
 
@@ -246,10 +268,13 @@ class _Bounded(asyncio.Protocol):
 
     def abort(self) -> None:
         """Closes without waiting for what is still to be written."""
-        if self._transport is not None:
-            self._transport.abort()
+        self.understood = True
+        self._peers.pop(self, None)
+        if self.transport is not None:
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        self._heard = True
         self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
@@ -264,5 +289,7 @@ class _Bounded(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._peers.discard(self)
+        self._peers.pop(self, None)
+        if self._heard and not self.understood:
+            self._metrics.dropped("http", "bad_request")
         self._inner.connection_lost(exc)

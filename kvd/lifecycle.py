@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ DIE_WITH_PARENT = "KVD_DIE_WITH_PARENT"
 PR_SET_PDEATHSIG = 1
 STOP_DEADLINE_S = 20.0
 """After this a stopping daemon exits whatever still runs."""
+EXTEND_S = 10.0
+"""What a draining daemon asks its supervisor for, several times within this."""
 
 
 def run(settings: Settings, *, reexec: bool = True) -> int:
@@ -73,17 +76,19 @@ async def _serve(settings: Settings) -> int:
     daemon = Daemon(settings, Metrics())
     discovery = DiscoveryFile(settings.discovery_file)
     background: list[asyncio.Task[None]] = []
-    _on_signals(daemon, notifier)
+    _on_signals(daemon, notifier, background)
     try:
         await daemon.start()
         discovery.write({"pid": os.getpid(), **daemon.addresses, "version": __version__})
         notifier.ready(f"serving {daemon.addresses['socket']}")
         if notifier.watchdog_s is not None:
-            background.append(asyncio.ensure_future(_feed_watchdog(notifier, notifier.watchdog_s)))
+            feeding = _feed_watchdog(notifier, notifier.watchdog_s, daemon.stuck)
+            background.append(asyncio.ensure_future(feeding))
         await daemon.run_until_stopped()
         return 0 if daemon.failure is None else 1
     finally:
         notifier.stopping("stopping")
+        notifier.extend(STOP_DEADLINE_S + EXTEND_S, "stopping")
         discovery.remove()
         _exit_in_any_case()
         await daemon.stop()
@@ -95,7 +100,7 @@ async def _serve(settings: Settings) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
 
 
-def _on_signals(daemon: Daemon, notifier: Notifier) -> None:
+def _on_signals(daemon: Daemon, notifier: Notifier, background: list[asyncio.Task[None]]) -> None:
     """The first signal drains, the second stops at once, a third is not needed."""
 
     def on_signal(name: str) -> None:
@@ -104,18 +109,36 @@ def _on_signals(daemon: Daemon, notifier: Notifier) -> None:
             daemon.stop_now()
         else:
             log.info("signal", signal=name)
-            notifier.status("draining")
             daemon.drain()
+            background.append(asyncio.ensure_future(_ask_for_time(daemon, notifier)))
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, signal.Signals(number).name)
 
 
-async def _feed_watchdog(notifier: Notifier, watchdog_s: float) -> None:
-    """Fed from the loop itself: one that hangs is not alive."""
+async def _ask_for_time(daemon: Daemon, notifier: Notifier) -> None:
+    """While it drains, which `drain_timeout_s` bounds: a supervisor's own limit may be lower."""
     while True:
-        notifier.watchdog()
+        left = ", ".join(f"{count} {name}" for name, count in daemon.in_flight().items() if count)
+        notifier.extend(EXTEND_S, f"draining: {left or 'nothing is in flight'}")
+        await asyncio.sleep(EXTEND_S / 5)
+
+
+async def _feed_watchdog(
+    notifier: Notifier, watchdog_s: float, stuck: Callable[[float], list[str]]
+) -> None:
+    """Fed from the loop itself, and only while the data threads get on too: a daemon in which
+    either hangs is not alive."""
+    told: list[str] = []
+    while True:
+        hanging = stuck(watchdog_s)
+        if not hanging:
+            notifier.watchdog()
+        elif hanging != told:
+            log.critical("threads_hang", threads=hanging, effect="the watchdog is not fed")
+            notifier.status(f"{', '.join(hanging)} hangs")
+        told = hanging
         await asyncio.sleep(watchdog_s / 3)
 
 

@@ -46,23 +46,27 @@ DROPS: Mapping[str, tuple[str, ...]] = {
     "accept": ("EMFILE", "ENFILE", "ENOBUFS", "ENOMEM"),
     "session": (
         "undecodable", "bad_message", "not_registered", "version_mismatch", "bad_memory",
-        "no_hello", "uid", "max_sessions", *_ENDS,
+        "no_hello", "uid", "max_sessions", "no_space", "deadline", "internal", *_ENDS,
     ),
     "peer_server": (
         "multipart", "bad_message", "version_mismatch", "overloaded", "stale_epoch",
-        "peer_not_allowed", "max_clients", "queue_full", "daemon_id_taken",
+        "peer_not_allowed", "max_clients", "max_clients_per_peer", "queue_full",
+        "daemon_id_taken", "no_hello",
     ),
     "curve": (
         "unknown_key", "wrong_server_key", "mechanism_mismatch", "bad_handshake", "key_removed",
     ),
     "curve_client": ("no_key_fits",),
     "peer_client": ("bad_message", "version_mismatch", "overloaded", "queue_full"),
-    "link": ("accept", "max_links", "undecodable", "bad_message", "uid", "unproven", *_ENDS),
-    "data": (
-        "not_allowed", "too_many", "first_frame", "bad_frame", "idle", "stalled", "broken",
-        "accept",
+    "link": (
+        "accept", "max_links", "undecodable", "bad_message", "uid", "unproven", "no_hello", *_ENDS,
     ),
-    "http": ("timeout", "max_connections"),
+    "data": (
+        "not_allowed", "too_many", "too_many_of_peer", "first_frame", "bad_frame", "idle",
+        "stalled", "broken", "tls", "accept", "unknown_transfer", "engine_gone", "bad_message",
+        "range_not_held", "fenced", "internal",
+    ),
+    "http": ("timeout", "max_connections", "bad_request", "refused"),
     "metrics": ("internal",),
 }  # fmt: skip
 """Known places and reasons of dropped input; others appear once they happen."""

@@ -23,6 +23,7 @@ from kvd.addresses import (
     Network,
     check_socket_path,
     default_socket_path,
+    group_id,
     parse_bind,
     parse_host_port,
     parse_network,
@@ -71,6 +72,12 @@ class Settings(BaseSettings):
         group="Addresses",
         shown="/run/kvd/kvd.sock, else $XDG_RUNTIME_DIR/kvd/kvd.sock, else /tmp/kvd-UID/kvd.sock",
         validate_default=True,
+    )
+    socket_group: str = _setting(
+        "",
+        "group (name or number) whose members may use that socket too, which is then of mode "
+        '0660; "" is this user alone',
+        group="Addresses",
     )
     listen: str = _setting(
         "127.0.0.1:0",
@@ -138,6 +145,19 @@ class Settings(BaseSettings):
         shown='""',
     )
 
+    tls_cert: str = _setting(
+        "",
+        "PEM file of this daemon's certificate: data connections of the tcp transport are inside "
+        'TLS 1.3; "" is none',
+        group="Security",
+    )
+    tls_key: str = _setting("", "PEM file of the certificate's key", group="Security")
+    tls_ca: str = _setting(
+        "",
+        "PEM file of the authority that peers' certificates must be of; one for kvd alone",
+        group="Security",
+    )
+
     # --- how bytes move
     device: str = _setting("cpu", "memory that the engine's KV cache lies in: cpu", group="Data")
     transport: Literal["auto", "shm", "tcp", "cuda_ipc", "nccl"] = _setting(
@@ -194,6 +214,15 @@ class Settings(BaseSettings):
         "info", "least level that is logged", group="Logs"
     )
 
+    # --- traces
+    otlp_endpoint: str = _setting(
+        "",
+        "URL that spans of transfers are sent to by OTLP over HTTP, such as "
+        'http://127.0.0.1:4318/v1/traces; needs the extra otel; "" sends none',
+        group="Logs",
+        pattern=r"^(https?://\S+)?$",
+    )
+
     # --- limits of the shell
     max_frame_queue: int = _setting(
         1024, "frames that may wait for one engine or peer that does not read",
@@ -202,8 +231,16 @@ class Settings(BaseSettings):
     max_clients: int = _setting(
         1024, "daemons that may be connected to this one", group="Limits and times", ge=1, le=2**16
     )
+    max_clients_per_peer: int = _setting(
+        128,
+        "of them, those from one address, or with one key where there are keys",
+        group="Limits and times", ge=1, le=2**16,
+    )  # fmt: skip
     max_data_connections: int = _setting(
         1024, "data connections that may be open", group="Limits and times", ge=1, le=2**16
+    )
+    max_data_connections_per_peer: int = _setting(
+        256, "of them, those from one address", group="Limits and times", ge=1, le=2**16
     )
 
     # --- limits of the core
@@ -259,6 +296,14 @@ class Settings(BaseSettings):
     max_offers: int = _core("max_offers", "offers that may be open", ge=1, le=2**20)
     max_fetches: int = _core("max_fetches", "fetches that may be open", ge=1, le=2**20)
     max_parked: int = _core("max_parked", "fetches that may wait for their offer", ge=0, le=2**20)
+    max_parked_per_peer: int = _core(
+        "max_parked_per_peer", "of them, those of one peer (by key, else by address)", ge=0,
+        le=2**20,
+    )  # fmt: skip
+    max_bytes_per_peer: int = _core(
+        "max_bytes_per_peer", "KV that one peer may be reading at once", unit="bytes",
+        ge=1, le=2**60,
+    )  # fmt: skip
     max_tombstones: int = _core(
         "max_tombstones", "ended transfers that are remembered", ge=0, le=2**24
     )
@@ -298,7 +343,13 @@ class Settings(BaseSettings):
     def _socket(cls, value: str) -> str:
         return check_socket_path(value or default_socket_path())
 
-    @field_validator("keys", "control_token_file")
+    @field_validator("socket_group")
+    @classmethod
+    def _socket_group(cls, value: str) -> str:
+        group_id(value)
+        return value
+
+    @field_validator("keys", "control_token_file", "tls_cert", "tls_key", "tls_ca")
     @classmethod
     def _keys(cls, value: str) -> str:
         return os.path.abspath(os.path.expanduser(value)) if value else ""
@@ -362,6 +413,13 @@ class Settings(BaseSettings):
                         "loopback address, make keys (kvd keys init) and name their folder with "
                         "keys, or set insecure = true if every host that can reach it is trusted"
                     )
+        tls = {name: getattr(self, name) for name in ("tls_cert", "tls_key", "tls_ca")}
+        if any(tls.values()) and not all(tls.values()):
+            missing = ", ".join(name for name, value in tls.items() if not value)
+            raise ValueError(
+                f"{missing}: must be set too; tls_cert, tls_key and tls_ca belong together, and "
+                "a part of them protects nothing"
+            )
         if self.listen_at.is_wildcard and not self.advertise:
             raise ValueError(
                 f"advertise: must be set, since listen is {self.listen} and peers need an address "
@@ -385,6 +443,11 @@ class Settings(BaseSettings):
         return self
 
     # --- the same, as their users need them
+
+    @property
+    def socket_gid(self) -> int | None:
+        """Number of `socket_group`, or None."""
+        return group_id(self.socket_group)
 
     @property
     def listen_at(self) -> HostPort:

@@ -34,11 +34,15 @@ class Notifier:
     def status(self, status: str) -> None:
         self._send(f"STATUS={status}")
 
+    def extend(self, seconds: float, status: str) -> None:
+        """Asks for `seconds` more, from now, before the supervisor takes us for stuck."""
+        self._send(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}\nSTATUS={status}")
+
     def stopping(self, status: str) -> None:
         self._send(f"STOPPING=1\nSTATUS={status}")
 
     def watchdog(self) -> None:
-        """Says that the event loop is alive."""
+        """Says that the event loop and the data threads get on."""
         self._send("WATCHDOG=1")
 
     def close(self) -> None:

@@ -25,6 +25,8 @@ class Client:
     daemon_id: str
     boot_id: int
     same_host: bool
+    peer: str
+    """Whose quota its requests use; several daemons may share one."""
     attachments: dict[str, ClientAttachment] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
 
@@ -49,7 +51,11 @@ class Clients:
             self._ctx.refused(Code.DUPLICATE, "ClientJoined", f"client {event.client}")
             return
         self.by_id[event.client] = Client(
-            event.client, event.daemon_id, event.boot_id, event.same_host
+            event.client,
+            event.daemon_id,
+            event.boot_id,
+            event.same_host,
+            event.peer or event.daemon_id,
         )
 
     def attach(self, client: Client, message: peer.Attach) -> None:

@@ -25,6 +25,10 @@ class CoreConfig:
     max_offers: int = 16_384
     max_fetches: int = 4_096
     max_parked: int = 1_024
+    max_parked_per_peer: int = 256
+    max_bytes_per_peer: int = 2**38
+    """Granted and not closed yet. More than a GPU holds: who asks for that asks for blocks again
+    that it is reading."""
     max_tombstones: int = 65_536
     max_early_releases: int = 4_096
     max_blocks: int = 2**22

@@ -90,6 +90,8 @@ class ClientJoined:
     daemon_id: str
     boot_id: int
     same_host: bool
+    peer: str = ""
+    """Whose quota it uses: its key's name, else its address; empty is its daemon_id."""
 
 
 @dataclass(frozen=True, slots=True)

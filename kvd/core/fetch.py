@@ -76,6 +76,8 @@ class Fetch:
     reports: bool = False
     """The producer wants to hear how far it has got."""
     reported: int = 0
+    parked_at: float = -1.0
+    """When the producer's daemon was asked, the first time."""
     granted_at: float = -1.0
     first_byte: float = -1.0
     last_byte: float = -1.0

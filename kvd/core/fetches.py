@@ -106,6 +106,8 @@ class Fetches:
         one, message = fetch.attachment, fetch.message
         assert one is not None
         fetch.asked = True
+        if fetch.parked_at < 0:
+            fetch.parked_at = self.ctx.now
         self.ctx.to_peer(
             one.peer.addr,
             peer.FetchReq(
@@ -227,6 +229,7 @@ class Fetches:
             stages=stages,
             peer=str(message.remote),
             detail=failure.detail,
+            traceparent=message.traceparent,
         )
         return FetchState.TOLD
 
@@ -234,7 +237,12 @@ class Fetches:
         def after(when: float) -> float:
             return when - fetch.asked_at if when >= 0 else -1.0
 
-        return Stages(after(fetch.granted_at), after(fetch.first_byte), after(fetch.last_byte))
+        return Stages(
+            after(fetch.granted_at),
+            after(fetch.first_byte),
+            after(fetch.last_byte),
+            after(fetch.parked_at),
+        )
 
     def _tokens(self, fetch: Fetch) -> int:
         if fetch.failure is None:

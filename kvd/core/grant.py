@@ -28,6 +28,8 @@ class Request:
     state: RequestState = RequestState.PARKED
     offer: Offer | None = None
     ticket: bytes = b""
+    nbytes: int = 0
+    """What it takes of its peer's `max_bytes_per_peer`, while it is granted."""
     sent: list[int] = field(default_factory=list)
     """For each group, how many block ids the consumer has been told."""
     got: int = 0

@@ -6,6 +6,8 @@ each piece of news that lies in its range.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvd.core.clients import Client, Clients
 from kvd.core.context import Context, Refusal, failure_code
 from kvd.core.grant import Request, RequestState
@@ -27,6 +29,10 @@ class Grants:
         self._readers = readers
         self.count = 0
         self.parked = 0
+        self.parked_by: Counter[str] = Counter()
+        """Parked requests by peer; peers without any are not in it."""
+        self.bytes_by: Counter[str] = Counter()
+        """Bytes that are granted and not closed, likewise."""
 
     # --- from clients -----------------------------------------------------------------------
 
@@ -109,7 +115,11 @@ class Grants:
 
     def offer_ended(self, offer: Offer, requests: list[Request], stop: Stop) -> None:
         for request in requests:
-            again = stop.again and request.message.generation is None and self._room_to_park()
+            again = (
+                stop.again
+                and request.message.generation is None
+                and not self._no_room_to_park(request)
+            )
             request.offer = None
             if request.state is RequestState.GRANTED:
                 self._revoke(request, offer, stop.reason, again)
@@ -199,8 +209,8 @@ class Grants:
             raise Refusal(Code.UNKNOWN_TRANSFER, f"{message.transfer_id} is not offered")
         if self._ctx.draining:
             raise Refusal(Code.DRAINING, "the producer's daemon drains")
-        if not self._room_to_park():
-            raise Refusal(Code.OVERLOADED, "max_parked is reached")
+        if limit := self._no_room_to_park(request):
+            raise Refusal(Code.OVERLOADED, f"{limit} is reached")
         self._park(request, wait)
 
     def _admissible(self, request: Request, offer: Offer) -> bool:
@@ -231,6 +241,7 @@ class Grants:
             )
 
     def _grant(self, request: Request, offer: Offer) -> None:
+        self._charge(request, offer)
         request.state = RequestState.GRANTED
         request.ticket = self._ctx.token()
         request.sent = [0] * len(offer.blocks)
@@ -263,6 +274,20 @@ class Grants:
             ),
         )
         self._readers.granted(request, offer)
+
+    def _charge(self, request: Request, offer: Offer) -> None:
+        """Takes the range's bytes off its peer's quota; raises Refusal when that is used up."""
+        count = request.stop_index - request.first_index
+        nbytes = count * sum(group.block_nbytes for group in offer.memory.groups)
+        limit, held = self._ctx.config.max_bytes_per_peer, self.bytes_by[request.client.peer]
+        if held + nbytes > limit:
+            raise Refusal(
+                Code.OVERLOADED,
+                f"{request.client.peer} reads {held} bytes and asks for {nbytes} more, "
+                f"{limit} are allowed (max_bytes_per_peer)",
+            )
+        request.nbytes = nbytes
+        self.bytes_by[request.client.peer] += nbytes
 
     def _new_blocks(self, request: Request, offer: Offer) -> list[bytes]:
         first, stop = request.first_index, request.stop_index
@@ -346,6 +371,8 @@ class Grants:
         if request.ticket:
             self._ctx.emit(CloseTicket(request.ticket))
             request.ticket = b""
+            _less(self.bytes_by, request.client.peer, request.nbytes)
+            request.nbytes = 0
 
     def _served(self, request: Request, offer: Offer, code: Code, nbytes: int) -> None:
         self._ctx.record(
@@ -369,9 +396,16 @@ class Grants:
 
     # --- parking ----------------------------------------------------------------------------
 
-    def _room_to_park(self) -> bool:
-        """A draining daemon takes no offer that could end the wait."""
-        return not self._ctx.draining and self.parked < self._ctx.config.max_parked
+    def _no_room_to_park(self, request: Request) -> str:
+        """The limit that is reached, or why else none is; empty when a request may be parked."""
+        config = self._ctx.config
+        if self._ctx.draining:
+            return "draining"  # no offer that could end the wait will be taken
+        if self.parked >= config.max_parked:
+            return "max_parked"
+        if self.parked_by[request.client.peer] >= config.max_parked_per_peer:
+            return "max_parked_per_peer"
+        return ""
 
     def _park(self, request: Request, wait: float) -> None:
         request.state = RequestState.PARKED
@@ -380,6 +414,7 @@ class Grants:
         session = request.attachment.session
         session.requests.setdefault(request.message.transfer_id, {})[request.key] = request
         self.parked += 1
+        self.parked_by[request.client.peer] += 1
 
     def _unpark(self, request: Request) -> None:
         session, transfer_id = request.attachment.session, request.message.transfer_id
@@ -387,6 +422,7 @@ class Grants:
         if waiting.pop(request.key, None) is None:
             return
         self.parked -= 1
+        _less(self.parked_by, request.client.peer, 1)
         self._ctx.deadlines.clear(("park", *request.key))
         if not waiting:
             del session.requests[transfer_id]
@@ -397,3 +433,10 @@ class Grants:
     def _find(self, client_id: int, fetch_id: str) -> Request | None:
         client = self._clients.by_id.get(client_id)
         return client.requests.get(fetch_id) if client is not None else None
+
+
+def _less(counter: Counter[str], name: str, by: int) -> None:
+    """Counts down; names at 0 are forgotten, since peers come and go."""
+    counter[name] -= by
+    if counter[name] <= 0:
+        del counter[name]

@@ -66,6 +66,8 @@ def _check_offers(core: Core) -> None:
 
 def _check_requests(core: Core) -> None:
     count = parked = attachments = 0
+    parked_by: Counter[str] = Counter()
+    bytes_by: Counter[str] = Counter()
     tickets: list[bytes] = []
     for client in core.clients.by_id.values():
         attachments += len(client.attachments)
@@ -80,6 +82,7 @@ def _check_requests(core: Core) -> None:
             granted = ("grant", *request.key) in core.ctx.deadlines
             if request.state is RequestState.PARKED:
                 parked += 1
+                parked_by[client.peer] += 1
                 assert waits
                 assert not granted
                 assert request.offer is None
@@ -95,9 +98,14 @@ def _check_requests(core: Core) -> None:
                     assert request.message.generation == request.offer.generation
             if request.ticket:
                 tickets.append(request.ticket)
+                bytes_by[client.peer] += request.nbytes
+            else:
+                assert request.nbytes == 0
     assert len(tickets) == len(set(tickets)), "one ticket for two grants"
     assert count == core.grants.count
     assert parked == core.grants.parked
+    assert parked_by == core.grants.parked_by
+    assert bytes_by == core.grants.bytes_by
     assert attachments == core.clients.num_attachments
 
 
@@ -196,6 +204,8 @@ def _check_bounds(core: Core) -> None:
     assert len(core.fetches.by_id) <= config.max_fetches
     assert core.grants.count <= config.max_fetches
     assert core.grants.parked <= config.max_parked
+    assert max(core.grants.parked_by.values(), default=0) <= config.max_parked_per_peer
+    assert max(core.grants.bytes_by.values(), default=0) <= config.max_bytes_per_peer
     assert len(core.offers.tombstones) <= config.max_tombstones
     assert len(core.offers.early) <= config.max_early_releases
     assert len(core.attachments.by_id) <= config.max_attachments

@@ -42,8 +42,17 @@ class Listener:
                 os.unlink(self.path)
 
 
-def bind(path: str, *, any_length: bool = False, kind: int = socket.SOCK_SEQPACKET) -> Listener:
+def bind(
+    path: str,
+    *,
+    any_length: bool = False,
+    kind: int = socket.SOCK_SEQPACKET,
+    gid: int | None = None,
+) -> Listener:
     """Listens at `path` (mode 0600; its folder is made 0700 if missing).
+
+    With `gid` the members of that group may connect too: mode 0660, and 0750 for a folder that
+    is made here.
 
     A file left behind by a daemon that died is replaced. Raises BindError: path too long, in use
     by a live daemon (its pid is named), not a socket, no permission.
@@ -56,10 +65,14 @@ def bind(path: str, *, any_length: bool = False, kind: int = socket.SOCK_SEQPACK
         )
     folder = Path(path).parent
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not folder.exists():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if gid is not None:
+                os.chown(folder, -1, gid)
+                folder.chmod(0o750)
         with _locked(folder):
             _remove_stale(path, kind)
-            return _bind(path, kind)
+            return _bind(path, kind, gid)
     except OSError as e:
         raise BindError(
             f"cannot listen at {path}: {os.strerror(e.errno) if e.errno else e} "
@@ -142,7 +155,7 @@ def _remove_stale(path: str, kind: int) -> None:
     raise BindError(f"another daemon (pid {pid}) serves {path}: stop it, or give another --socket")
 
 
-def _bind(path: str, kind: int) -> Listener:
+def _bind(path: str, kind: int, gid: int | None) -> Listener:
     sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
         # The kernel makes the file with the socket's own mode, so there is no moment at which
@@ -150,6 +163,10 @@ def _bind(path: str, kind: int) -> Listener:
         os.fchmod(sock.fileno(), 0o600)
         with short_address(path) as address:
             sock.bind(address)
+        if gid is not None:
+            # Nobody gets through before `listen`, so there is no moment of a wrong group.
+            os.chown(path, -1, gid)
+            os.chmod(path, 0o660)
         sock.listen(BACKLOG)
         made = os.lstat(path)
     except BaseException:

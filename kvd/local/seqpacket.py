@@ -22,6 +22,10 @@ from kvd.protocol.local import MAX_FRAME
 MAX_PATH = 107
 """Bytes that fit in sockaddr_un beside the final NUL."""
 
+SO_PEERGROUPS = 59
+"""Not in Python's socket module; Linux 4.13."""
+MAX_GROUPS = 256
+
 READ_BUDGET = 32
 """Frames read per wake-up, so that one busy neighbour does not keep the loop to itself."""
 
@@ -237,6 +241,29 @@ def uid_refusal(uid: int, what: str) -> str | None:
         f"{what} runs as uid {uid}, this daemon as uid {own}: "
         "run both as the same user (memory is shared by file descriptors)"
     )
+
+
+def engine_refusal(sock: socket.socket, gid: int | None, what: str) -> str | None:
+    """Why the process at the other end may not register as an engine; None when it may.
+
+    It may as our user, as root, or as a member of group `gid`.
+    """
+    _, uid, own_gid = peercred(sock)
+    refusal = uid_refusal(uid, what)
+    if refusal is None or gid is None:
+        return refusal
+    if gid == own_gid or gid in _groups(sock):
+        return None
+    return f"{refusal}, or make its user a member of group {gid} (socket_group)"
+
+
+def _groups(sock: socket.socket) -> tuple[int, ...]:
+    """Supplementary groups of the process at the other end, as far as they can be known."""
+    try:
+        raw = sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, MAX_GROUPS * 4)
+    except OSError:
+        return ()
+    return struct.unpack(f"{len(raw) // 4}I", raw)
 
 
 def received_fds(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:

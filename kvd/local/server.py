@@ -18,7 +18,7 @@ from kvd.drops import Drops
 from kvd.errors import KvdError
 from kvd.local.listener import Listener
 from kvd.local.registration import Registration
-from kvd.local.seqpacket import FrameSocket, peercred, uid_refusal
+from kvd.local.seqpacket import FrameSocket, engine_refusal, peercred
 from kvd.local.session import Session, Stage
 from kvd.memory.engine import EngineMemory
 from kvd.protocol import local
@@ -50,7 +50,10 @@ class LocalServer:
         drops: Drops,
         max_sessions: int,
         max_queue: int,
+        gid: int | None = None,
     ) -> None:
+        """`gid`: the group whose members may register too."""
+        self._gid = gid
         self._listener = listener
         self._feed = feed
         self._welcome = welcome
@@ -165,6 +168,7 @@ class LocalServer:
 
     def session_described(self, session: Session, registration: Registration) -> None:
         if registration.geometry is None:
+            self._drops.drop("session", str(Code.BAD_MESSAGE), session=session.number)
             session.refuse(Code.BAD_MESSAGE, "the description of the memory has no geometry")
             return
         session.block_size = registration.geometry.block_size
@@ -209,10 +213,12 @@ class LocalServer:
             memory = opening.result()
         except KvdError as e:
             log.warning("memory_refused", session=session.number, detail=e.detail)
+            self._drops.drop("session", str(e.code), session=session.number)
             session.refuse(e.code, e.detail)
             return
         except Exception as e:
             log.error("memory_failed", session=session.number, exc_info=e)
+            self._drops.drop("session", str(Code.INTERNAL), session=session.number)
             session.refuse(Code.INTERNAL, f"the memory could not be mapped: {e}")
             return
         finally:
@@ -297,7 +303,7 @@ class LocalServer:
         self._sessions[number] = session
         session.start(frames)
         pid, uid, _ = peercred(sock)
-        refusal = uid_refusal(uid, f"the shim (pid {pid})")
+        refusal = engine_refusal(sock, self._gid, f"the shim (pid {pid})")
         if refusal is not None:
             self._drops.drop("session", "uid", uid=uid, own_uid=os.geteuid())
             session.refuse(Code.UNSUPPORTED, refusal)

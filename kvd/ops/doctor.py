@@ -10,7 +10,7 @@ from dataclasses import asdict
 from kvd.addresses import CONTROL_SUFFIX, parse_host_port
 from kvd.config import load
 from kvd.errors import ConfigError, KvdError
-from kvd.ops import checks_daemon, checks_host, checks_peer
+from kvd.ops import checks_daemon, checks_gpu, checks_host, checks_peer
 from kvd.ops.api import Target, Unanswered
 from kvd.ops.findings import LEVELS, Finding, Surroundings, error, worst
 from kvd.protocol.types import PeerAddr
@@ -36,6 +36,9 @@ CHECKS: tuple[Check, ...] = (
     checks_daemon.check_peers,
     checks_host.check_congestion,
     checks_host.check_libraries,
+    checks_host.check_tls,
+    checks_gpu.check_gpu,
+    checks_gpu.check_nccl,
     checks_host.check_vllm,
 )
 PEER_CHECKS: tuple[Check, ...] = (

@@ -71,6 +71,12 @@ def _clock_state() -> int:
         return -1
 
 
+def _gpus(index: int) -> tuple[int, list[int]]:
+    from kvd.ops.checks_gpu import probe_gpus
+
+    return probe_gpus(index)
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """All that the checks look at. Tests put a fault into one of these."""
@@ -78,6 +84,7 @@ class Surroundings:
     settings: Settings
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     uid: int = field(default_factory=os.geteuid)
+    groups: Callable[[], list[int]] = lambda: [os.getegid(), *os.getgroups()]
     shm: Path = Path("/dev/shm")  # noqa: S108 - where shared memory lies
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
@@ -86,6 +93,8 @@ class Surroundings:
     limits: Callable[[int], tuple[int, int]] = _limits
     version: Callable[[str], str | None] = _version
     plugins: Callable[[], list[str]] = _plugins
+    gpus: Callable[[int], tuple[int, list[int]]] = _gpus
+    """How many GPUs there are, and which of them one has no peer access to."""
     target: Target | None = None
     """The running daemon's HTTP, if there is one."""
     status: Mapping[str, Any] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
@@ -231,20 +231,31 @@ def _failures(found: dict[str, Any]) -> Table:
     )
 
 
+STAGES = ("parked", "granted", "first_byte", "last_byte", "told")
+
+
 def transfers_view(rows: Sequence[dict[str, Any]]) -> Table:
-    """Ended transfers, newest first, with the time at which each passed its stages."""
-    table = _table("", "when", "", "transfer", "code", "by", "bytes", "granted", "first", "last",
-                   "told", right=("bytes", "granted", "first", "last", "told"))  # fmt: skip
-    table.title = None
+    """Ended transfers, newest first, with the time at which each passed its stages.
+
+    Times and sizes are never cut, the names beside them may be.
+    """
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0, show_edge=False)
+    for name, width, right in (
+        ("when", 8, False), ("", 3, False), ("transfer", 11, False), ("outcome", 12, False),
+        ("bytes", 7, True), ("parked", 6, True), ("grant", 6, True), ("first", 6, True),
+        ("last", 6, True), ("told", 6, True),
+    ):  # fmt: skip
+        side: Literal["left", "right"] = "right" if right else "left"
+        table.add_column(name, width=width, no_wrap=True, justify=side)
     for t in rows:
         stages = t["stages"]
+        outcome = f"ok {t['transport'] or ''}" if t["code"] == "ok" else short(t["code"], 12)
         table.add_row(
             time.strftime("%H:%M:%S", time.localtime(t["at"])),
             {"fetched": "in", "served": "out"}.get(t["direction"], "?"),
-            short(t["transfer_id"], 16),
-            _state(t["code"]) if t["code"] == "ok" else Text(t["code"], style=BAD),
-            t["transport"] or "-",
-            size(t["nbytes"]),
-            *(seconds(stages.get(s, -1)) for s in ("granted", "first_byte", "last_byte", "told")),
+            short(t["transfer_id"], 11),
+            Text(outcome, style=GOOD if t["code"] == "ok" else BAD),
+            size(t["nbytes"]).replace(" ", ""),
+            *(seconds(stages.get(s, -1)).replace(" ", "") for s in STAGES),
         )
     return table

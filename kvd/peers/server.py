@@ -44,6 +44,11 @@ class _Client:
     """Name of the key that it proved to hold; empty where there are no keys."""
     source: str = ""
 
+    @property
+    def peer(self) -> str:
+        """Whose quotas it uses."""
+        return self.key or self.source
+
 
 class PeerServer:
     """Serves one bound address. Feeds ClientJoined, ClientMessage and ClientLeft."""
@@ -59,6 +64,7 @@ class PeerServer:
         heartbeat_s: float,
         peer_timeout_s: float,
         max_clients: int,
+        max_clients_per_peer: int = 128,
         curve: Curve | None = None,
     ) -> None:
         self._context = context
@@ -71,6 +77,7 @@ class PeerServer:
         self._heartbeat_s = heartbeat_s
         self._timeout_s = peer_timeout_s
         self._max_clients = max_clients
+        self._max_clients_per_peer = max_clients_per_peer
         self._numbers = itertools.count(1)
         self._by_route: dict[bytes, _Client] = {}
         self._by_number: dict[int, _Client] = {}
@@ -90,9 +97,18 @@ class PeerServer:
         # over to a newer connection is not wanted: ours are made up by ZMQ, one per connection,
         # and a client that comes back says hello anew.)
         router.set(zmq.ROUTER_MANDATORY, 1)
-        # Half-open connections are closed below us as well.
-        router.set(zmq.HEARTBEAT_IVL, max(1, int(self._heartbeat_s * 1000)))
-        router.set(zmq.HEARTBEAT_TIMEOUT, max(1, int(self._timeout_s * 1000)))
+        # Half-open connections are closed below us as well: by TCP, since ZMQ's own heartbeats end
+        # the process (libzmq 4.3.5, "Assertion failed: !_io_error") when a client that never read
+        # hangs up while it has more messages on their way than we take.
+        seconds = max(1, int(self._timeout_s))
+        for option, value in (
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, seconds),
+            (zmq.TCP_KEEPALIVE_INTVL, max(1, seconds // 3)),
+            (zmq.TCP_KEEPALIVE_CNT, 3),
+            (zmq.TCP_MAXRT, 1000 * seconds),
+        ):
+            router.set(option, value)
         if self._curve is not None:
             self._curve.secure_server(router)
         self._monitor = router.get_monitor_socket(FAILURES)
@@ -216,6 +232,7 @@ class PeerServer:
             return
         if known is None:
             # We forgot it (it was silent too long), or it never introduced itself.
+            self._drops.drop("peer_server", "no_hello", source=_source(frames))
             self._refuse(route, None, Code.STALE_EPOCH, "say hello first")
             return
         if epoch != known.boot_id:
@@ -253,6 +270,12 @@ class PeerServer:
             detail = f"{self._max_clients} daemons are connected (max_clients)"
             self._refuse(route, None, Code.OVERLOADED, detail)
             return
+        name = key or source
+        if sum(c.peer == name for c in self._by_number.values()) >= self._max_clients_per_peer:
+            self._drops.drop("peer_server", "max_clients_per_peer", source=source, key=key)
+            detail = f"{self._max_clients_per_peer} daemons of {name} are connected"
+            self._refuse(route, None, Code.OVERLOADED, f"{detail} (max_clients_per_peer)")
+            return
         client = _Client(
             number=next(self._numbers),
             route=route,
@@ -282,6 +305,7 @@ class PeerServer:
                 daemon_id=hello.daemon_id,
                 boot_id=epoch,
                 same_host=same_host,
+                peer=client.peer,
             )
         )
         welcome = peer.PeerWelcome(

@@ -30,6 +30,8 @@ from kvd.protocol.types import (
 )
 
 MAX_FRAME = 64 * 1024
+MAX_TRACEPARENT = 64
+"""W3C's has 55 characters."""
 
 
 class LocalMessage(Struct, frozen=True, tag_field="t", tag=lambda name: name):
@@ -159,6 +161,8 @@ class Fetch(LocalMessage, frozen=True):
     digest: Digest
     deadline_s: Seconds
     park_s: Seconds
+    traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT)] = ""
+    """W3C trace context of the request, for the daemon's own span of the fetch."""
 
 
 class FetchBlocks(LocalMessage, frozen=True):

@@ -116,6 +116,8 @@ class Stages(Struct, frozen=True):
     granted: float = -1.0
     first_byte: float = -1.0
     last_byte: float = -1.0
+    parked: float = -1.0
+    """Put to the producer's daemon, where it waits until it is granted."""
 
 
 Role = Literal["producer", "consumer", "both"]

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from kvd.transport.pulse import Pulse
+
 Batch = Callable[[], None]
 
 
@@ -29,7 +31,8 @@ class Work(Protocol):
 class CopyPool:
     """`threads` daemon threads, made once, that live until `close`."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, pulse: Pulse | None = None) -> None:
+        self._pulse = pulse or Pulse()
         if threads < 1:
             raise ValueError(f"{threads} copy threads")
         self.num_threads = threads
@@ -81,13 +84,19 @@ class CopyPool:
             thread.join(timeout_s)
         return not any(thread.is_alive() for thread in self._threads)
 
+    def dead(self) -> list[str]:
+        """Names of threads that ended although the pool is open; there should be none, ever."""
+        return [] if self._closed else [t.name for t in self._threads if not t.is_alive()]
+
     def _run(self) -> None:
         while True:
             with self._cond:
+                self._pulse.idle()
                 while not self._turns and not self._closed:
                     self._cond.wait()
                 if self._closed:
                     return
+                self._pulse.busy()
                 work, batch = self._take()
                 finished = batch is None and self._finished(work)
             if batch is not None:

@@ -76,11 +76,11 @@ class Vector:
 
     def send(self, fd: int, flags: int = 0) -> int:
         """One sendmsg of what is left; returns the bytes taken. Raises OSError."""
-        return self._advance(self._call(_libc.sendmsg, fd, flags))
+        return self.advance(self._call(_libc.sendmsg, fd, flags))
 
     def receive(self, fd: int, flags: int = 0) -> int:
         """One recvmsg into what is left; returns the bytes filled, 0 at the end of the stream."""
-        return self._advance(self._call(_libc.recvmsg, fd, flags))
+        return self.advance(self._call(_libc.recvmsg, fd, flags))
 
     def redirect(self, scratch: Bytes) -> None:
         """What is left comes from, or goes to, `scratch` instead, over and over."""
@@ -100,7 +100,13 @@ class Vector:
             raise OSError(err, os.strerror(err))
         return result
 
-    def _advance(self, nbytes: int) -> int:
+    def next_stretch(self) -> tuple[int, int]:
+        """Address and bytes of what is next, for calls that take one stretch at a time."""
+        address, nbytes = self._iov[self._next]
+        return int(address), int(nbytes)
+
+    def advance(self, nbytes: int) -> int:
+        """Notes that so many bytes were sent or filled; returns them."""
         self.done += nbytes
         first = int(self._end.searchsorted(self.done, side="right"))
         self._next = first

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvd.transport.channel import Tls
+
 
 @dataclass(frozen=True, slots=True)
 class TransportOptions:
@@ -12,6 +14,7 @@ class TransportOptions:
     `transport`: "auto" or the one that alone will do. `first_frame_s`: how long an accepted data
     connection may take to show a ticket that is known here. `idle_s`: how long one that did may
     then do nothing. `verify`: "off", or "crc" to check every job's bytes before it counts.
+    `tls`: with it, data connections of both ends are inside TLS.
     """
 
     transport: str = "auto"
@@ -20,7 +23,9 @@ class TransportOptions:
     tcp_congestion: str = ""
     data_timeout_s: float = 10.0
     connect_timeout_s: float = 5.0
+    tls: Tls | None = None
     max_data_connections: int = 256
+    max_data_connections_per_peer: int = 256
     first_frame_s: float = 5.0
     idle_s: float = 300.0
     verify: str = "off"

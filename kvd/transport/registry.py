@@ -10,6 +10,7 @@ from kvd.protocol.codes import Code
 from kvd.transport.base import TransportError
 from kvd.transport.copy_pool import CopyPool
 from kvd.transport.options import TransportOptions
+from kvd.transport.pulse import Pulse
 from kvd.transport.shm import ShmPuller
 from kvd.transport.tcp_puller import TcpPuller
 from kvd.transport.tcp_server import TcpServer
@@ -54,7 +55,8 @@ class Transports:
         self.options = options
         self.names = available(options)
         check_congestion(options.tcp_congestion)
-        self._pool = CopyPool(options.shm_threads) if "shm" in self.names else None
+        self._pulse = Pulse()
+        self._pool = CopyPool(options.shm_threads, self._pulse) if "shm" in self.names else None
 
     def shm(self, local: EngineMemory, remote: EngineMemory) -> ShmPuller:
         """A puller from a peer's memory on this host; raises TransportError."""
@@ -70,7 +72,7 @@ class Transports:
             raise TransportError(
                 Code.TRANSPORT_UNAVAILABLE, f"tcp: transport is {self.options.transport!r}"
             )
-        return TcpPuller(local, host, port, remote_blocks, self.options)
+        return TcpPuller(local, host, port, remote_blocks, self.options, self._pulse)
 
     def open_puller(
         self,
@@ -100,8 +102,13 @@ class Transports:
         if "tcp" not in self.names:
             return None
         if admit is None:
-            return TcpServer(host, port, self.options)
-        return TcpServer(host, port, self.options, admit)
+            return TcpServer(host, port, self.options, pulse=self._pulse)
+        return TcpServer(host, port, self.options, admit, self._pulse)
+
+    def stuck(self, limit_s: float) -> list[str]:
+        """Names of threads that ended, or that did not get on with their work for `limit_s`."""
+        dead = [] if self._pool is None else self._pool.dead()
+        return dead + self._pulse.stuck(limit_s)
 
     async def aclose(self) -> None:
         """Ends the copy threads; all pullers and servers were closed before."""

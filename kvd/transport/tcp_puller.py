@@ -9,6 +9,7 @@ from kvd.protocol.codes import Code
 from kvd.transport.base import PullJob, TransportError
 from kvd.transport.jobs import check_job
 from kvd.transport.options import TransportOptions
+from kvd.transport.pulse import Pulse
 from kvd.transport.tcp_jobs import Queue
 from kvd.transport.tcp_socket import check_congestion
 from kvd.transport.tcp_stream import Group, Stream
@@ -27,6 +28,7 @@ class TcpPuller:
         port: int,
         remote_blocks: int,
         options: TransportOptions,
+        pulse: Pulse | None = None,
     ) -> None:
         """Raises TransportError."""
         if not local.writable:
@@ -35,7 +37,7 @@ class TcpPuller:
         self.local = local
         self._remote_blocks = remote_blocks
         self._queue = Queue(local, options.tcp_streams, checked=options.checked)
-        group = Group(host, port, options)
+        group = Group(host, port, options, pulse or Pulse())
         self._streams = [
             Stream(self._queue, group, f"kvd-data-pull-{i}") for i in range(options.tcp_streams)
         ]

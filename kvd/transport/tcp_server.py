@@ -12,6 +12,7 @@ from collections.abc import Callable
 from kvd.protocol.codes import Code
 from kvd.transport.base import TicketView, TransportError
 from kvd.transport.options import TransportOptions
+from kvd.transport.pulse import Pulse
 from kvd.transport.tcp_serving import Connection
 from kvd.transport.tcp_socket import TICK_S, check_congestion, prepare, shut
 
@@ -19,13 +20,22 @@ BACKLOG = 64
 DROP_REASONS = (
     "not_allowed",
     "too_many",
+    "too_many_of_peer",
     "first_frame",
     "bad_frame",
     "idle",
     "stalled",
     "broken",
+    "tls",
     "accept",
+    str(Code.UNKNOWN_TRANSFER),
+    str(Code.ENGINE_GONE),
+    str(Code.BAD_MESSAGE),
+    str(Code.RANGE_NOT_HELD),
+    str(Code.FENCED),
+    str(Code.INTERNAL),
 )
+"""Why connections are closed, and (the codes) why single requests are refused."""
 
 
 def _anybody(host: str) -> bool:
@@ -41,11 +51,13 @@ class TcpServer:
         port: int,
         options: TransportOptions,
         admit: Callable[[str], bool] = _anybody,
+        pulse: Pulse | None = None,
     ) -> None:
         """Binds and listens; `port` 0 takes a free one. `admit(address)` is asked for each
         connection. Raises TransportError naming the address."""
         check_congestion(options.tcp_congestion)
         self.options = options
+        self.pulse = pulse or Pulse()
         self._admit = admit
         self._tickets: dict[bytes, TicketView] = {}
         self._lock = threading.Lock()
@@ -133,13 +145,16 @@ class TcpServer:
         if not self._admit(peer):
             return "not_allowed"
         prepare(sock, peer, self.options.tcp_congestion)
-        connection = Connection(self, sock)
+        connection = Connection(self, sock, peer)
         thread = threading.Thread(
             target=self._serve, args=(connection,), name="kvd-data-serve", daemon=True
         )
         with self._lock:
             if len(self._connections) >= self.options.max_data_connections:
                 return "too_many"
+            of_peer = sum(one.peer == peer for one in self._connections)
+            if of_peer >= self.options.max_data_connections_per_peer:
+                return "too_many_of_peer"
             if self.closing:
                 return "broken"
             self._connections[connection] = thread
@@ -154,6 +169,7 @@ class TcpServer:
         try:
             reason = connection.run()
         finally:
+            self.pulse.idle()
             connection.close()
             with self._lock:
                 del self._connections[connection]

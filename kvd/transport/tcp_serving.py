@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import threading
 import time
@@ -16,10 +15,12 @@ from kvd.memory.plan import addresses
 from kvd.protocol.codes import Code
 from kvd.protocol.types import NULL_BLOCK
 from kvd.transport.base import TicketView
+from kvd.transport.channel import Channel, PlainChannel, TlsProblem, wait_for_bytes
 from kvd.transport.checksum import Checksum, stretches_crc
 from kvd.transport.iov import Stretches, Vector, stretch
 from kvd.transport.options import TransportOptions
-from kvd.transport.tcp_socket import Ended, Stalled, receive_exactly, shut, wait_ready, would_block
+from kvd.transport.pulse import Pulse
+from kvd.transport.tcp_socket import Ended, Stalled, receive_exactly, would_block
 from kvd.transport.tcp_wire import (
     LENGTH_BYTES,
     PREAMBLE_BYTES,
@@ -52,6 +53,7 @@ class Server(Protocol):
     """What a connection needs of its server."""
 
     options: TransportOptions
+    pulse: Pulse
 
     @property
     def closing(self) -> bool: ...
@@ -60,13 +62,18 @@ class Server(Protocol):
 
     def count_served(self, nbytes: int) -> None: ...
 
+    def count_dropped(self, reason: str) -> None: ...
+
 
 class Connection:
     """Runs on a thread of its own, and alone closes its socket."""
 
-    def __init__(self, server: Server, sock: socket.socket) -> None:
+    def __init__(self, server: Server, sock: socket.socket, peer: str = "") -> None:
+        self.peer = peer
+        """The address that it came from."""
         self._server = server
         self._sock = sock
+        self._channel: Channel = PlainChannel(sock)
         self._lock = threading.Lock()
         self._closed = False
         self._known = False  # it has shown a ticket of ours
@@ -76,12 +83,12 @@ class Connection:
         """Makes `run` end soon; from any thread."""
         with self._lock:
             if not self._closed:
-                shut(self._sock)
+                self._channel.shut()
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            self._sock.close()
+            self._channel.close()
 
     def run(self) -> str:
         """Serves until the end; returns why the connection was dropped, "" if it ended well."""
@@ -90,17 +97,23 @@ class Connection:
         state = "first_frame"
         try:
             first = accepted + options.first_frame_s
-            check_preamble(receive_exactly(self._sock, PREAMBLE_BYTES, first, self._go_on))
+            if options.tls is not None:
+                state = "tls"
+                options.tls.accept(self._sock, first, self._go_on, self._replace)
+                state = "first_frame"
+            check_preamble(receive_exactly(self._channel, PREAMBLE_BYTES, first, self._go_on))
             self._send(preamble())
             while True:
                 state = "idle" if self._known else "first_frame"
                 deadline = time.monotonic() + options.idle_s if self._known else first
+                self._server.pulse.idle()
                 # A long tick: when the server closes, it shuts the socket, which ends the poll.
-                wait_ready(self._sock, select.POLLIN, deadline, self._go_on, _IDLE_TICK_S)
+                wait_for_bytes(self._channel, deadline, self._go_on, _IDLE_TICK_S)
                 if self._known:
                     deadline = time.monotonic() + options.first_frame_s
                 request = self._read_request(deadline)
                 state = "stalled"
+                self._server.pulse.busy()
                 self._answer(request)
         except BadFrame:
             return "bad_frame"
@@ -108,16 +121,25 @@ class Connection:
             return state
         except Ended:
             return "" if self._known or self._server.closing else "first_frame"
+        except TlsProblem:
+            return "" if self._server.closing else "tls"
         except OSError:
             return "" if self._server.closing else "broken"
+
+    def _replace(self, channel: Channel) -> None:
+        """The socket is inside TLS from here on; `shut` has to know."""
+        with self._lock:
+            self._channel = channel
+        if self._server.closing:
+            channel.shut()
 
     def _go_on(self) -> bool:
         return not self._server.closing
 
     def _read_request(self, deadline: float) -> Request:
         try:
-            head = receive_exactly(self._sock, LENGTH_BYTES, deadline, self._go_on)
-            body = receive_exactly(self._sock, request_length(head), deadline, self._go_on)
+            head = receive_exactly(self._channel, LENGTH_BYTES, deadline, self._go_on)
+            body = receive_exactly(self._channel, request_length(head), deadline, self._go_on)
         except Stalled:
             raise BadFrame("a request that did not end") from None
         return unpack_request(body)
@@ -138,6 +160,7 @@ class Connection:
             finally:
                 view.memory.unpin()
         except Refusal as exc:
+            self._server.count_dropped(str(exc.code))
             self._send(_pack(Kind.REFUSED, request, exc))
             return
         if vector.left:
@@ -202,8 +225,9 @@ class Connection:
 
     def _push(self, vector: Vector, flags: int) -> None:
         """Sends some of the vector; returns every tick, too, while nothing can be sent."""
+        self._server.pulse.busy()
         try:
-            vector.send(self._sock.fileno(), flags | socket.MSG_NOSIGNAL)
+            self._channel.push(vector, flags)
             self._progress = time.monotonic()
         except OSError as exc:
             if not would_block(exc):

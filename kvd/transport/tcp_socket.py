@@ -16,6 +16,7 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from kvd.protocol.codes import Code
 from kvd.transport.base import TransportError
@@ -112,8 +113,20 @@ def would_block(exc: OSError) -> bool:
     return exc.errno in _WOULD_BLOCK
 
 
+class HasFileno(Protocol):
+    """What can be polled."""
+
+    def fileno(self) -> int: ...
+
+
+class Readable(Protocol):
+    """What bytes come from; `kvd.transport.channel.Channel` is one."""
+
+    def read(self, view: memoryview) -> int: ...
+
+
 def wait_ready(
-    sock: socket.socket,
+    sock: HasFileno,
     events: int,
     deadline: float,
     go_on: Callable[[], bool],
@@ -124,7 +137,7 @@ def wait_ready(
     `go_on` is asked every `tick_s`; a wait that only `shut` has to end may ask seldom.
     """
     poll = select.poll()
-    poll.register(sock, events)
+    poll.register(sock.fileno(), events)
     while True:
         if not go_on():
             raise Ended
@@ -137,7 +150,7 @@ def wait_ready(
 
 
 def receive_exactly(
-    sock: socket.socket, nbytes: int, deadline: float, go_on: Callable[[], bool]
+    channel: Readable, nbytes: int, deadline: float, go_on: Callable[[], bool]
 ) -> bytes:
     """Reads `nbytes` bytes by the deadline; raises Ended, Stalled or OSError."""
     data = bytearray(nbytes)
@@ -145,7 +158,7 @@ def receive_exactly(
     done = 0
     while done < nbytes:
         try:
-            n = sock.recv_into(view[done:], 0, socket.MSG_WAITALL)
+            n = channel.read(view[done:])
         except OSError as exc:
             if not would_block(exc):
                 raise
@@ -164,4 +177,5 @@ def receive_exactly(
 def shut(sock: socket.socket) -> None:
     """Wakes whatever thread is in a call on this socket; it, and only it, closes the descriptor."""
     with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+        # Not SSLSocket's own, after which the other thread would read what is not decrypted.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import select
-import socket
 import threading
 import time
 from collections import deque
@@ -14,16 +13,17 @@ import numpy as np
 from kvd.memory.plan import addresses
 from kvd.protocol.codes import Code
 from kvd.transport.base import TransportError
+from kvd.transport.channel import Channel, PlainChannel, TlsProblem
 from kvd.transport.checksum import Checksum, blocks_crc
 from kvd.transport.iov import Vector
 from kvd.transport.options import TransportOptions
+from kvd.transport.pulse import Pulse
 from kvd.transport.tcp_jobs import Chunk, Queue, State
 from kvd.transport.tcp_socket import (
     Ended,
     Stalled,
     connect,
     receive_exactly,
-    shut,
     wait_ready,
     would_block,
 )
@@ -51,7 +51,8 @@ RETRY_S = 1.0
 class Group:
     """What the streams of one puller share: where to connect, and who is connected."""
 
-    def __init__(self, host: str, port: int, options: TransportOptions) -> None:
+    def __init__(self, host: str, port: int, options: TransportOptions, pulse: Pulse) -> None:
+        self.pulse = pulse
         self.host = host
         self.port = port
         self.options = options
@@ -78,7 +79,7 @@ class Stream:
         self._group = group
         self._options = group.options
         self._lock = threading.Lock()
-        self._sock: socket.socket | None = None
+        self._sock: Channel | None = None
         self._used = False  # an answer came on this connection
         self._asked: deque[Chunk] = deque()
         self._out = bytearray()
@@ -92,7 +93,7 @@ class Stream:
         """Wakes the thread if it waits for its connection; for when the queue is closed."""
         with self._lock:
             if self._sock is not None:
-                shut(self._sock)
+                self._sock.shut()
 
     # --- the thread -------------------------------------------------------------------------
 
@@ -112,11 +113,14 @@ class Stream:
                     self._broken(exc)
         finally:
             self._disconnect()
+            self._group.pulse.idle()
 
     def _ask(self) -> bool:
         """Fills up the requests under way; False when the queue was closed."""
         if not self._asked:
+            self._group.pulse.idle()
             chunk = self._queue.take(wait=True)
+            self._group.pulse.busy()
             if chunk is None:
                 return False
             self._append(chunk)
@@ -134,6 +138,7 @@ class Stream:
         self._unsent.append(len(frame))
 
     def _go_on(self) -> bool:
+        self._group.pulse.busy()
         if self._queue.local.closing:
             self._queue.fail_all(TransportError(Code.ENGINE_GONE, "our engine is gone"))
         return not self._queue.closed
@@ -151,15 +156,19 @@ class Stream:
         sock = connect(
             group.host, group.port, options.connect_timeout_s, options.tcp_congestion, self._go_on
         )
+        channel: Channel = PlainChannel(sock)
+        if options.tls is not None:
+            channel = options.tls.connect(sock, deadline, self._go_on)
         try:
-            sock.sendall(preamble())
-            hello = receive_exactly(sock, PREAMBLE_BYTES, deadline, self._go_on)
+            # A new connection has room for these few bytes.
+            channel.send(preamble())
+            hello = receive_exactly(channel, PREAMBLE_BYTES, deadline, self._go_on)
             check_preamble(hello, checked=options.checked)
         except BaseException:
-            sock.close()
+            channel.close()
             raise
         with self._lock:
-            self._sock = sock
+            self._sock = channel
         frames = [pack_request(chunk.request) for chunk in self._asked]
         self._out = bytearray(b"".join(frames))
         self._unsent = deque(len(frame) for frame in frames)
@@ -168,12 +177,9 @@ class Stream:
 
     def _stale(self) -> bool:
         try:
-            self._socket().recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
+            return self._socket().stale()
+        except Ended:
             return True
-        return True  # its end, or bytes that nobody asked for
 
     def _disconnect(self) -> None:
         with self._lock:
@@ -188,7 +194,7 @@ class Stream:
         deadline = time.monotonic() + self._options.data_timeout_s
         while self._out:
             try:
-                n = sock.send(self._out, socket.MSG_DONTWAIT)
+                n = sock.send(bytes(self._out))
             except OSError as exc:
                 if not would_block(exc):
                     raise
@@ -268,6 +274,7 @@ class Stream:
             vector = Vector(stretches)
         else:
             vector = Vector.repeated(self._scratch, request.nbytes)
+        self._group.pulse.busy()
         timeout = self._options.data_timeout_s
         last = drained_since = time.monotonic()
         while vector.left:
@@ -304,7 +311,7 @@ class Stream:
     def _fill(self, vector: Vector) -> int:
         """One call; 0 if nothing came within a tick. Raises Ended at the end of the stream."""
         try:
-            n = vector.receive(self._socket().fileno(), socket.MSG_WAITALL)
+            n = self._socket().fill(vector)
         except OSError as exc:
             if not would_block(exc):
                 raise
@@ -326,11 +333,18 @@ class Stream:
         match exc:
             case Stalled():
                 why = f"no connection within {self._options.connect_timeout_s:g} s"
-            case Ended():
-                why = "closed at once (too many data connections, or this host is not allowed)"
+            case Ended() | ConnectionResetError():
+                why = (
+                    "closed at once (too many data connections, this host is not allowed, or the "
+                    "other end asks for TLS)"
+                )
             case _:
                 why = str(exc) or repr(exc)
-        code = Code.VERSION_MISMATCH if isinstance(exc, BadFrame) else Code.PEER_UNREACHABLE
+        code = Code.PEER_UNREACHABLE
+        if isinstance(exc, BadFrame):
+            code = Code.VERSION_MISMATCH
+        elif isinstance(exc, TlsProblem):
+            code, why = Code.PEER_NOT_ALLOWED, exc.strerror or why
         self._queue.fail_all(TransportError(code, f"{self._group.where}: {why}"))
 
     def _broken(self, exc: Exception) -> None:
@@ -369,7 +383,7 @@ class Stream:
         self._unsent.clear()
         return asked
 
-    def _socket(self) -> socket.socket:
+    def _socket(self) -> Channel:
         if self._sock is None:
             raise Ended
         return self._sock

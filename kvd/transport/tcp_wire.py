@@ -18,6 +18,8 @@ from kvd.memory.plan import Ids
 from kvd.protocol.codes import Code
 
 MAGIC = b"KVDD"
+TLS_ALERT = b"\x15\x03"
+"""What a data port that speaks TLS answers to one who does not."""
 MAJOR = 1
 MINOR = 1
 MINOR_CHECKED = 1
@@ -89,6 +91,8 @@ def preamble() -> bytes:
 def check_preamble(data: bytes, *, checked: bool = False) -> None:
     """Raises BadFrame unless the other end speaks this protocol, with checksums if `checked`."""
     magic, major, minor = _PREAMBLE.unpack(data)
+    if data[:2] == TLS_ALERT:
+        raise BadFrame("it asks for TLS (tls_cert)")
     if magic != MAGIC:
         raise BadFrame("not a data connection of kvd")
     if major != MAJOR or (checked and minor < MINOR_CHECKED):

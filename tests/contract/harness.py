@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import itertools
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,12 +21,14 @@ from kvd.memory.plan import addresses, id_runs
 from kvd.protocol.types import Watermark
 from kvd.transport import fake, iov, shm, tcp_serving, tcp_stream
 from kvd.transport.base import Puller, TicketView
+from kvd.transport.channel import Tls, load_tls
 from kvd.transport.copy_pool import CopyPool
 from kvd.transport.fake import FakePuller, Hang
 from kvd.transport.jobs import CheckedPiece
 from kvd.transport.options import TransportOptions
 from kvd.transport.tcp_puller import TcpPuller
 from kvd.transport.tcp_server import TcpServer
+from tests.contract.certificates import authority, issue
 from tests.contract.rig import SLOT, TICKET, WORD, Rig, pack, unpack
 
 GATE_TIMEOUT_S = 20.0
@@ -236,6 +241,24 @@ class Tcp6Harness(TcpHarness):
     options = replace(TcpHarness.options, tcp_streams=1)
 
 
+class TlsHarness(TcpHarness):
+    """The same inside TLS."""
+
+    name = "tcp+tls"
+
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.options = replace(TcpHarness.options, tls=_tls())
+        super().__init__(rig, monkeypatch)
+
+
+@functools.cache
+def _tls() -> Tls:
+    """Read once: the files are gone when it is made."""
+    with tempfile.TemporaryDirectory(prefix="kvd-tls-") as folder:
+        one = issue(Path(folder), authority(Path(folder), "ca"), "one")
+        return load_tls(one.cert, one.key, one.ca)
+
+
 class FakeGate:
     def __init__(self, pullers: Sequence[FakePuller]) -> None:
         self._pullers = pullers
@@ -299,5 +322,6 @@ HARNESSES: dict[str, Callable[[Rig, pytest.MonkeyPatch], Harness]] = {
     "shm": ShmHarness,
     "tcp": TcpHarness,
     "tcp6": Tcp6Harness,
+    "tcp+tls": TlsHarness,
     "fake": FakeHarness,
 }

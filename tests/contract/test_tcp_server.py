@@ -238,6 +238,22 @@ async def test_connections_above_the_limit_are_refused(
         assert set(dropped(harness.server)) == {"too_many"}
 
 
+async def test_connections_of_one_address_are_bounded_and_others_are_served(
+    monkeypatch: pytest.MonkeyPatch, clients: Callable[..., RawClient]
+) -> None:
+    options = replace(OPTIONS, max_data_connections_per_peer=2, first_frame_s=20.0)
+    async with served(monkeypatch, options) as (_, harness):
+        for _ in range(2):
+            clients(harness.server.port)
+        refused = clients(harness.server.port, hello=False)
+        assert await asyncio.to_thread(refused.ended)
+        assert dropped(harness.server) == {"too_many_of_peer": 1}
+        port = harness.server.port
+        with socket.create_connection(("127.0.0.1", port), 10, ("127.0.0.9", 0)) as other:
+            other.sendall(preamble())
+            assert await asyncio.to_thread(other.recv, 100) == preamble()
+
+
 async def test_hosts_that_are_not_admitted_are_dropped(clients: Callable[..., RawClient]) -> None:
     asked: list[str] = []
 

@@ -67,7 +67,7 @@ def test_status_and_transfers_tell_what_moved(
     assert (older["transfer_id"], older["code"], older["nbytes"]) == ("moved", "ok", done.nbytes)
     assert older["peer"] == str(pair.p.address)
     stages = older["stages"]
-    assert 0 <= stages["granted"] <= stages["last_byte"] <= stages["told"]
+    assert 0 <= stages["parked"] <= stages["granted"] <= stages["last_byte"] <= stages["told"]
 
     code, out, _ = run(capsys, "status", "--socket", pair.d.socket, "--socket", pair.p.socket)
     assert code == 0

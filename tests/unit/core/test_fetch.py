@@ -143,6 +143,7 @@ def test_a_fetch_that_comes_before_its_offer(
     world.settle()
     done = consumer.done("f")
     assert (done.code, done.stages.granted) == ("ok", 3.0)
+    assert done.stages.parked == 0.0
 
 
 # --- generations -----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from kvd.core import instructions as ins
 from kvd.core.config import CoreConfig
 from kvd.core.packed import NULL, pack, unpack
 from kvd.protocol import local, peer
+from kvd.protocol.codes import Code
 from kvd.protocol.types import Rank, Watermark
 from tests.unit.core.world import BLOCK, NBYTES, Engine, World, digest, geometry
 
@@ -21,10 +22,16 @@ M = TypeVar("M")
 class Daemon:
     """A consumer's daemon, word by word."""
 
-    def __init__(self, producer: Engine, number: int = 900, groups: tuple[int, ...] = (0, 0, 0)):
+    def __init__(
+        self,
+        producer: Engine,
+        number: int = 900,
+        groups: tuple[int, ...] = (0, 0, 0),
+        peer_name: str = "",
+    ):
         self.producer = producer
         self.number = number
-        producer.node.run(ev.ClientJoined(number, f"c{number}", 1, True))
+        producer.node.run(ev.ClientJoined(number, f"c{number}", 1, True, peer_name))
         self.say(peer.Attach("a", "P", "D", 1, Rank(), geometry(groups), ["shm", "tcp"]))
         assert isinstance(self.heard()[-1], peer.AttachOk)
 
@@ -237,6 +244,44 @@ def test_parking_is_bounded_in_time_and_number(world: World) -> None:
     world.advance(3.1)
     assert [getattr(m, "code", "") for m in daemon.heard()] == ["unknown_transfer"] * 2
     assert daemon.producer.node.core.idle
+
+
+def test_what_one_peer_may_park_is_bounded_over_all_its_daemons(world: World) -> None:
+    config = CoreConfig(park_max_s=3.0, max_parked=10, max_parked_per_peer=2)
+    producer = world.node("p", config).engine("P")
+    one, other = (Daemon(producer, n, peer_name="10.0.0.1") for n in (1, 2))
+    good = Daemon(producer, 3, peer_name="10.0.0.2")
+    assert one.ask("a", "T", 0, 32, park=9) == []
+    assert other.ask("b", "T", 0, 32, park=9) == []
+    (refused,) = one.ask("c", "T", 0, 32, park=9)
+    assert isinstance(refused, peer.FetchRefused)
+    assert (refused.code, refused.detail) == ("overloaded", "max_parked_per_peer is reached")
+    assert good.ask("d", "T", 0, 32, park=9) == []
+    # One that leaves gives back what it had.
+    producer.node.run(ev.ClientLeft(2, Code.PEER_LOST))
+    assert one.ask("e", "T", 0, 32, park=9) == []
+
+
+def test_what_one_peer_may_read_at_once_is_bounded(world: World) -> None:
+    two_blocks = 2 * 3 * NBYTES  # in three layers
+    config = CoreConfig(max_bytes_per_peer=2 * two_blocks, park_max_s=9.0)
+    producer = world.node("p", config).engine("P")
+    one, other = (Daemon(producer, n, peer_name="10.0.0.1") for n in (1, 2))
+    good = Daemon(producer, 3, peer_name="10.0.0.2")
+    producer.offer("T", tokens=32)
+    assert isinstance(one.ask("a", "T", 0, 32)[0], peer.Grant)
+    assert isinstance(other.ask("b", "T", 0, 32)[0], peer.Grant)
+    (refused,) = one.ask("c", "T", 0, 32)
+    assert isinstance(refused, peer.FetchRefused)
+    assert refused.code == "overloaded"
+    assert "max_bytes_per_peer" in refused.detail
+    # A parked one is told the same when its turn comes.
+    assert one.ask("later", "U", 0, 32, park=9) == []
+    producer.offer("U", tokens=32, slot=1)
+    assert code_of(one.heard()) == "overloaded"
+    assert isinstance(good.ask("d", "T", 0, 32)[0], peer.Grant)
+    one.say(peer.FetchClose("a", "ok", two_blocks))
+    assert isinstance(one.ask("e", "T", 0, 32)[0], peer.Grant)
 
 
 def test_generations_that_are_asked_for(producer: Engine, daemon: Daemon) -> None:

@@ -38,6 +38,7 @@ CONFIG = CoreConfig(
     max_jobs_per_fetch=3,
     max_jobs_per_attachment=3,
     max_parked=6,
+    max_parked_per_peer=4,
     max_tombstones=8,
     max_early_releases=2,
     release_linger_s=1.0,

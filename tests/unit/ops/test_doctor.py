@@ -59,9 +59,9 @@ class Clean:
         (congestion / "tcp_available_congestion_control").write_text("reno cubic\n")
         self.listener = bind(str(folder / "kvd.sock"))
 
-    def at(self, settings: dict[str, object] | None = None, **changes: Any) -> Surroundings:
+    def at(self, overrides: dict[str, object] | None = None, **changes: Any) -> Surroundings:
         own: dict[str, object] = {
-            "socket": self.listener.path, "shm_threads": 1, **(settings or {}),
+            "socket": self.listener.path, "shm_threads": 1, **(overrides or {}),
         }  # fmt: skip
         base = Surroundings(
             load(own, None, {}),
@@ -233,6 +233,58 @@ def plugin_left_out(clean: Clean) -> Fault:
     return {}, {"env": {"VLLM_PLUGINS": "lora"}}
 
 
+def gpu(clean: Clean, *, driver: str = "550.54.15", **changes: Any) -> Fault:
+    """A host with a GPU, and this wrong with it."""
+    if driver:
+        (clean.proc / "driver/nvidia").mkdir(parents=True)
+        text = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Wed Mar  6 2024"
+        (clean.proc / "driver/nvidia/version").write_text(text)
+    versions = {"vllm": "0.32.0", "cuda-bindings": "12.9.0", "nvidia-nccl-cu12": "2.27.5"}
+    versions.update(changes.pop("versions", {}))
+    settings = clean.at().settings.model_copy(update={"device": "cuda:0"})
+    every = {"settings": settings, "version": versions.get, "gpus": lambda index: (2, [])}
+    return {}, {**every, **changes}
+
+
+def no_driver(clean: Clean) -> Fault:
+    return gpu(clean, driver="")
+
+
+def old_driver(clean: Clean) -> Fault:
+    return gpu(clean, driver="470.82.01")
+
+
+def no_bindings(clean: Clean) -> Fault:
+    return gpu(clean, versions={"cuda-bindings": None})
+
+
+def gpus_apart(clean: Clean) -> Fault:
+    return gpu(clean, gpus=lambda index: (3, [2]))
+
+
+def gpu_hidden(clean: Clean) -> Fault:
+    def probe(index: int) -> tuple[int, list[int]]:
+        raise RuntimeError("there are 0 GPUs")
+
+    return gpu(clean, gpus=probe)
+
+
+def no_nccl(clean: Clean) -> Fault:
+    return gpu(clean, versions={"nvidia-nccl-cu12": None})
+
+
+def old_nccl(clean: Clean) -> Fault:
+    return gpu(clean, versions={"nvidia-nccl-cu12": "2.10.3"})
+
+
+def little_memlock(clean: Clean) -> Fault:
+    return gpu(clean, limits=lambda kind: (65536, 65536))
+
+
+def broken_tls(clean: Clean) -> Fault:
+    return {"tls_cert": "/none/a.pem", "tls_key": "/none/a.key", "tls_ca": "/none/ca.pem"}, {}
+
+
 FAULTS: dict[Callable[[Clean], Fault], tuple[str, str, str]] = {
     long_path: ("socket_path", "bytes", "shorter path"),
     wrong_uid: ("user", "belongs to uid", "same user"),
@@ -260,7 +312,16 @@ FAULTS: dict[Callable[[Clean], Fault], tuple[str, str, str]] = {
     peer_down: ("peers", "192.0.2.9:7700 is down", "kvd doctor --peer"),
     leftovers: ("leftovers", "torch_999999_1_0", "rm "),
     congestion: ("congestion", "no bbr", "modprobe tcp_bbr"),
-    new_vllm: ("vllm", "9.1.0 was not tested", "README"),
+    new_vllm: ("vllm", "9.1.0 was not tested", "compatibility.md"),
+    no_driver: ("gpu", "no GPU", "nvidia-smi"),
+    old_driver: ("gpu", "470.82.01", "upgrade the driver"),
+    no_bindings: ("gpu", "cuda-bindings is not installed", "pip install cuda-bindings"),
+    gpus_apart: ("gpu", "no peer access to GPU 2", "topo -p2p"),
+    gpu_hidden: ("gpu", "there are 0 GPUs", "CUDA_VISIBLE_DEVICES"),
+    no_nccl: ("nccl", "not installed", "pip install nvidia-nccl"),
+    old_nccl: ("nccl", "2.10.3", "--upgrade"),
+    little_memlock: ("limits", "locked memory", "LimitMEMLOCK"),
+    broken_tls: ("tls", "/none/ca.pem", "openssl x509"),
     no_plugin: ("vllm", "does not know KvdConnector", "pip install vllm-kvd"),
     plugin_left_out: ("vllm", "leaves kvd out", "add kvd"),
 }
@@ -277,6 +338,27 @@ def test_a_planted_fault_is_named_with_its_fix(
     found = [f for f in bad(examine(clean.at(settings, **changes))) if f.check == check]
     assert found, "the fault is not named"
     assert any(what in f.what and fix in f.fix and f.why for f in found), found
+
+
+def test_a_gpu_with_which_all_is_well(clean: Clean) -> None:
+    _, changes = gpu(clean, limits=lambda kind: (65536, 65536) if kind == 7 else (-1, -1))
+    assert bad(examine(clean.at(**changes))) == []
+
+
+def test_without_a_gpu_nothing_of_cuda_is_asked_for(clean: Clean) -> None:
+    def never(_: int) -> tuple[int, list[int]]:
+        raise AssertionError("asked")
+
+    found = {f.check: f for f in examine(clean.at(gpus=never))}
+    assert "no GPU" in found["gpu"].what
+    assert found["gpu"].level == found["nccl"].level == "ok"
+
+
+def test_a_member_of_the_sockets_group_is_no_stranger(clean: Clean) -> None:
+    at = clean.at({"socket_group": "4242"}, uid=os.geteuid() + 1, groups=lambda: [4242])
+    assert [f.level for f in examine(at) if f.check == "user"] == ["ok"]
+    other = replace(at, groups=lambda: [7])
+    assert [f.level for f in examine(other) if f.check == "user"] == ["error"]
 
 
 def test_a_taken_port_is_named_and_a_free_one_is_not(clean: Clean) -> None:

@@ -31,9 +31,9 @@ def test_both_directions_and_nothing_else() -> None:
 
 def test_stages_are_seconds_since_the_engine_asked() -> None:
     history = History()
-    history.record(done(1, stages=Stages(0.1, 0.2, 0.3), seconds=0.4))
+    history.record(done(1, stages=Stages(0.1, 0.2, 0.3, 0.05), seconds=0.4))
     assert history.last(1)[0]["stages"] == {
-        "granted": 0.1, "first_byte": 0.2, "last_byte": 0.3, "told": 0.4,
+        "parked": 0.05, "granted": 0.1, "first_byte": 0.2, "last_byte": 0.3, "told": 0.4,
     }  # fmt: skip
 
 

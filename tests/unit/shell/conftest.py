@@ -33,8 +33,8 @@ async def make_shell(
     """Makes LocalServers with a core that only writes down what it hears."""
     made: list[Shell] = []
 
-    def make(**limits: int) -> Shell:
-        made.append(Shell(tmp_run_dir / f"kvd-{len(made)}.sock", executor, **limits))
+    def make(path: Path | None = None, **limits: int) -> Shell:
+        made.append(Shell(path or tmp_run_dir / f"kvd-{len(made)}.sock", executor, **limits))
         return made[-1]
 
     yield make

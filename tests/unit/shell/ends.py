@@ -70,6 +70,7 @@ class Producer(End):
             heartbeat_s=0.1,
             peer_timeout_s=how.pop("peer_timeout_s", 0.6),
             max_clients=how.pop("max_clients", 3),
+            max_clients_per_peer=how.pop("max_clients_per_peer", 128),
         )
         self.address = self.server.bind(how.pop("ip", "127.0.0.1"), how.pop("port", 0))
         self.identity = how.pop("identity", identity("producer"))
@@ -147,11 +148,11 @@ class Bench:
         self._made.append(made)
         return made
 
-    def dealer(self, address: PeerAddr) -> zmq.asyncio.Socket:
+    def dealer(self, address: PeerAddr, source: str = "") -> zmq.asyncio.Socket:
         """A bare socket, to say anything with."""
         made = self.context.socket(zmq.DEALER)
         made.set(zmq.LINGER, 0)
-        made.connect(f"tcp://{address}")
+        made.connect(f"tcp://{source}:0;{address}" if source else f"tcp://{address}")
         self._sockets.append(made)
         return made
 

@@ -121,7 +121,13 @@ class Shell:
     """What the daemon does around a LocalServer, as little as there can be."""
 
     def __init__(
-        self, path: Path, executor: Executor, *, max_sessions: int = 4, max_queue: int = 16
+        self,
+        path: Path,
+        executor: Executor,
+        *,
+        max_sessions: int = 4,
+        max_queue: int = 16,
+        gid: int | None = None,
     ) -> None:
         self.path = str(path)
         self.heard: list[events.Event] = []
@@ -129,7 +135,7 @@ class Shell:
         self.tasks = TaskSet()
         self.shims: list[Shim] = []
         self.server = LocalServer(
-            bind(self.path),
+            bind(self.path, gid=gid),
             feed=self.heard.append,
             welcome=self._welcome,
             executor=executor,
@@ -137,6 +143,7 @@ class Shell:
             drops=self.drops,
             max_sessions=max_sessions,
             max_queue=max_queue,
+            gid=gid,
         )
         self.server.start()
 

@@ -206,7 +206,7 @@ async def test_a_process_of_another_user_is_refused_with_both_uids(
 ) -> None:
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 4242)
-    monkeypatch.setattr("kvd.local.server.peercred", lambda _sock: (os.getpid(), own + 7, own))
+    monkeypatch.setattr("kvd.local.seqpacket.peercred", lambda _sock: (os.getpid(), own + 7, own))
     shim = shell.connect()
     refused = await shim.expect(local.Refused)
     assert str(own + 7) in refused.detail

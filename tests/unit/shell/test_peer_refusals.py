@@ -99,6 +99,27 @@ async def test_clients_are_bounded(bench: Bench) -> None:
     assert len(producer.server) == 2
 
 
+async def test_clients_of_one_address_are_bounded(bench: Bench) -> None:
+    producer = bench.producer(max_clients=9, max_clients_per_peer=2)
+    dealers = [bench.dealer(producer.address) for _ in range(3)]
+    for number, dealer in enumerate(dealers[:2]):
+        await dealer.send(say_hello(f"d{number}"))
+        assert isinstance(await answer(dealer), peer.PeerWelcome)
+    await dealers[2].send(say_hello("d2"))
+    refused = await answer(dealers[2])
+    assert isinstance(refused, peer.PeerRefused)
+    assert refused.code == Code.OVERLOADED
+    assert "127.0.0.1" in refused.detail
+    assert producer.drops.counts["peer_server", "max_clients_per_peer"] == 1
+    # One that comes back is no further one.
+    await dealers[0].send(say_hello("d0", epoch=6))
+    assert isinstance(await answer(dealers[0]), peer.PeerWelcome)
+    other = bench.dealer(producer.address, source="127.0.0.9")
+    await other.send(say_hello("d3"))
+    assert isinstance(await answer(other), peer.PeerWelcome)
+    assert {j.peer for j in producer.of(events.ClientJoined)} == {"127.0.0.1", "127.0.0.9"}
+
+
 async def test_a_client_outside_allow_peers_is_refused(bench: Bench) -> None:
     producer = bench.producer(allow=(parse_network("10.0.0.0/8"),))
     consumer = bench.consumer(producer.address)

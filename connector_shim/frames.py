@@ -46,7 +46,13 @@ def registration_frames(memory: MemoryDescription, fence: FenceTable) -> list[Fr
     frames = [
         encode(
             local.AddSegment(
-                segment=s.segment, kind=s.kind, nbytes=s.nbytes, device=s.device, handle=s.handle
+                segment=s.segment,
+                kind=s.kind,
+                nbytes=s.nbytes,
+                device=s.device,
+                handle=s.handle,
+                offset=s.offset,
+                base_nbytes=s.base_nbytes,
             ),
             *((s.fd,) if s.fd >= 0 else ()),
         )

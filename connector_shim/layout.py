@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from connector_shim.device_memory import DeviceExporter
 from connector_shim.errors import ClientError
 from connector_shim.memory import Segment, layout_string, regions_of, share_cpu_storage
 from kvd.protocol.codes import Code
@@ -122,6 +123,7 @@ def describe_kv_caches(
     kv_caches: Mapping[str, torch.Tensor],
     kv_cache_config: Any,
     share: Callable[[torch.UntypedStorage], int] = share_cpu_storage,
+    exporter: DeviceExporter | None = None,
 ) -> EngineLayout:
     """Share the storages of these KV tensors and say where each layer's blocks lie.
 
@@ -144,7 +146,7 @@ def describe_kv_caches(
                 raise ClientError(
                     Code.UNSUPPORTED, f"layer {name} has several state tensors, not a KV cache"
                 )
-            if tensor.device.type != "cpu":
+            if tensor.device.type not in ("cpu", "cuda"):
                 raise ClientError(
                     Code.UNSUPPORTED,
                     f"layer {name} is on {tensor.device}: "
@@ -156,8 +158,12 @@ def describe_kv_caches(
             segment = storages.get(storage.data_ptr())
             if segment is None:
                 segment = len(segments)
-                fd = share(storage)
-                segments.append(Segment(segment=segment, nbytes=storage.nbytes(), fd=fd))
+                if tensor.device.type == "cuda":
+                    exporter = exporter or DeviceExporter()
+                    segments.append(exporter.export(segment, storage.data_ptr(), storage.nbytes()))
+                else:
+                    fd = share(storage)
+                    segments.append(Segment(segment=segment, nbytes=storage.nbytes(), fd=fd))
                 # Sharing moved the data: later tensors of this storage see the new address.
                 storages[storage.data_ptr()] = segment
                 kept.append(storage)
@@ -182,7 +188,8 @@ def describe_kv_caches(
             raise ClientError(Code.BAD_MEMORY, "vLLM registered no KV cache")
     except BaseException:
         for segment_info in segments:
-            os.close(segment_info.fd)
+            if segment_info.fd >= 0:
+                os.close(segment_info.fd)
         raise
     return EngineLayout(
         tuple(segments), tuple(layers), tuple(kept), ";".join(axes), ",".join(dtypes)

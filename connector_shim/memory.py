@@ -28,7 +28,10 @@ MAX_REGIONS = 64
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`fd` is -1 for kinds that travel as a `handle`. `nbytes` is the size that may be used."""
+    """`fd` is -1 for kinds that travel as a `handle`. `nbytes` is the size that may be used.
+
+    Memory of a GPU is `[offset, offset + nbytes)` of an allocation of `base_nbytes` bytes.
+    """
 
     segment: int
     nbytes: int
@@ -36,6 +39,8 @@ class Segment:
     kind: SegmentKind = "memfd"
     device: str = "cpu"
     handle: bytes = b""
+    offset: int = 0
+    base_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from connector_shim.digests import DIGEST_SIZE
@@ -15,6 +16,7 @@ from connector_shim.jobs import FinishJob, StepJobs, StreamKey, StreamOpen, Stre
 from connector_shim.memory import MemoryDescription
 from connector_shim.reports import Reports
 from connector_shim.settings import ShimSettings
+from connector_shim.stream_gate import Mark, StreamGate
 from connector_shim.tally import Tally
 
 
@@ -51,7 +53,12 @@ class OfferCalls(Protocol):
 class StreamedOffers:
     """Until `start`, and for a stream that could not be opened, every end is told at once."""
 
-    def __init__(self, reports: Reports, tally: Tally, settings: ShimSettings) -> None:
+    def __init__(
+        self, reports: Reports, tally: Tally, settings: ShimSettings, gate: StreamGate
+    ) -> None:
+        self._gate = gate
+        self._marks: dict[StreamKey, Mark | None] = {}
+        """Where in the GPU's stream each open offer's last tokens were computed."""
         self._reports = reports
         self._tally = tally
         self._settings = settings
@@ -81,6 +88,8 @@ class StreamedOffers:
         """When this returns, the fence words are flipped: the blocks may be written."""
         for key in keys:
             self._after_forward.pop(key, None)
+            self._marks.pop(key, None)
+            self._gate.drop(key)
             if key in self._open and self._client is not None:
                 self._open.discard(key)
                 self._guarded("revoke", key, lambda c, k: c.revoke(*k))
@@ -145,9 +154,16 @@ class StreamedOffers:
                 # OfferEnded follows, and ends the hold.
                 alive = self._guarded("revoke", job.key, lambda c, k: c.revoke(*k))
             else:
-                alive = self._guarded("seal", job.key, lambda c, k: c.seal(*k, tokens=tokens))
+                mark = self._marks.pop(job.key, None)
+                self._gate.run(mark, job.key, partial(self._seal, job.key, tokens))
+                return
+        self._marks.pop(job.key, None)
         if not alive:
             self._reports.hold_ended(job.key)
+
+    def _seal(self, key: StreamKey, tokens: int) -> None:
+        if not self._guarded("seal", key, lambda c, k: c.seal(*k, tokens=tokens)):
+            self._reports.hold_ended(key)
 
     # --- while and after it -----------------------------------------------------------------
 
@@ -156,15 +172,20 @@ class StreamedOffers:
         index = self._layers.get(layer)
         if index is None or not self._after_forward:
             return False
+        mark = self._gate.mark()
         for key, tokens in self._after_forward.items():
-            self._extend(key, tokens, index, 1)
+            self._gate.run(mark, key, partial(self._extend, key, tokens, index, 1))
         return True
 
     def forward_done(self) -> bool:
         """All layers, also those without a hook. True if the daemon was told something."""
         told = bool(self._after_forward)
+        # Also where no offer grows: one that is made whole later refers to it.
+        mark = self._gate.mark()
         for key, tokens in self._after_forward.items():
-            self._extend(key, tokens, 0, 0)
+            if key in self._open:
+                self._marks[key] = mark
+            self._gate.run(mark, key, partial(self._extend, key, tokens, 0, 0))
             if key in self._patient:
                 self._due[key] = tokens
         self._after_forward.clear()

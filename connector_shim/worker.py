@@ -29,6 +29,7 @@ from connector_shim.keeper import DaemonKeeper
 from connector_shim.memory import MemoryDescription
 from connector_shim.reports import Reports
 from connector_shim.settings import ShimSettings
+from connector_shim.stream_gate import StreamGate, cuda_mark
 from connector_shim.streamed import StreamedOffers
 from connector_shim.tally import Tally
 from connector_shim.telemetry import Telemetry
@@ -129,7 +130,8 @@ class WorkerHalf:
         self._last_seq = 0
         self._detail = "not registered yet"
         self._num_tables = num_groups
-        self._streaming = StreamedOffers(self.reports, self.tally, settings)
+        self._gate = StreamGate()
+        self._streaming = StreamedOffers(self.reports, self.tally, settings, self._gate)
         self._asked: dict[str, tuple[float, float]] = {}
         """When each fetch was asked for, and when it is overdue."""
         self._shut = False
@@ -147,6 +149,8 @@ class WorkerHalf:
         self._keeper = keeper
         self._num_tables = memory.num_groups
         self._streaming.start(client, memory)
+        if any(segment.device != "cpu" for segment in memory.segments):
+            self._gate.start(cuda_mark)
         client.describe(memory)
         settings = self.settings
         end = self._clock() + (settings.spawn_wait_s if keeper else settings.connect_timeout_s)
@@ -261,7 +265,6 @@ class WorkerHalf:
         if not self.reports.receive_started(job.req_id, fetch_id, tables):
             self.tally.note("fetch_twice", f"request {job.req_id!r}", logging.ERROR)
             return
-        settings = self.settings
         client, problem = self._usable()
         address = _address(job, self.rank_id)
         problem = job.doomed or problem
@@ -269,6 +272,12 @@ class WorkerHalf:
             self.tally.note("fetch_not_tried", problem or "no address for this rank")
             self._fetch_ended(fetch_id, Code.NOT_REGISTERED)
             return
+        # Kernels that were launched before may still use these blocks.
+        ask = partial(self._ask, client, job, fetch_id, address)
+        self._gate.run(self._gate.mark(), fetch_id, ask)
+
+    def _ask(self, client: WorkerClient, job: FetchJob, fetch_id: str, address: PeerAddr) -> None:
+        settings = self.settings
         try:
             client.fetch(
                 job.transfer_id,
@@ -276,7 +285,7 @@ class WorkerHalf:
                 engine_id=job.engine_id,
                 start=job.start,
                 end=job.end,
-                blocks=[unpack_u32(table) for table in tables],
+                blocks=[unpack_u32(table) for table in job.blocks[: self._num_tables]],
                 digest=job.digest,
                 generation=job.generation,
                 deadline_s=self.settings.fetch_deadline_s,
@@ -317,17 +326,26 @@ class WorkerHalf:
                 job.generation,
                 blocks=[unpack_u32(table) for table in job.blocks[: self._num_tables]],
                 digests=digests,
-                tokens=job.tokens,
+                tokens=None if self._gate.keeps else job.tokens,
                 lease_s=self.settings.lease_s,
             )
+            if self._gate.keeps:
+                seal = partial(self._seal, client, key, job.tokens)
+                self._gate.run(self._gate.latest(), key, seal)
         except ClientError as error:
             self.tally.note(f"offer_{error.code}", error.detail)
             self.stats.offer_ended(error.code)
             self.reports.hold_ended(key)
 
+    def _seal(self, client: WorkerClient, key: tuple[str, int], tokens: int) -> None:
+        """Its KV was computed by forwards that have run by now."""
+        self._guarded("seal", partial(client.seal, *key, tokens=tokens))
+
     def _cancel(self, req_id: str) -> None:
         fetch_id = self.reports.fetch_of(req_id)
-        if fetch_id is not None and self._client is not None:
+        if fetch_id is not None and self._gate.drop(fetch_id):
+            self._fetch_ended(fetch_id, Code.CANCELLED)
+        elif fetch_id is not None and self._client is not None:
             self._guarded("cancel", partial(self._client.cancel, fetch_id))
 
     def _notify(self, what: str, job: ReleaseJob) -> None:
@@ -354,6 +372,7 @@ class WorkerHalf:
     def _poll(self, timeout: float = 0.0) -> None:
         if self._client is None:
             return
+        self._gate.poll()
         try:
             events = self._client.poll(timeout)
         except ClientError as error:

@@ -21,6 +21,7 @@ from kvd.protocol.codes import Code
 from kvd.protocol.types import PeerAddr
 from kvd.tasks import TaskSet
 from kvd.transport.base import Puller, PullJob, TransportError
+from kvd.transport.nccl_puller import NcclPuller
 from kvd.transport.tcp_puller import TcpPuller
 
 log = structlog.get_logger("kvd.attachments")
@@ -39,6 +40,16 @@ class PullerFactory(Protocol):
     def shm(self, local: EngineMemory, remote: EngineMemory) -> Puller: ...
 
     def tcp(self, local: EngineMemory, host: str, port: int, remote_blocks: int) -> Puller: ...
+
+
+class GpuPullers(Protocol):
+    """Those between GPUs; `kvd.transport.gpu.GpuTransports` is one."""
+
+    async def cuda_ipc(self, local: EngineMemory, remote: EngineMemory) -> Puller: ...
+
+    async def nccl_puller(
+        self, local: EngineMemory, addr: PeerAddr, remote_blocks: int
+    ) -> Puller: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +75,11 @@ class Attachments:
         memory_of: Callable[[int], EngineMemory | None],
         peer_of: Callable[[PeerAddr], PeerClient | None],
         pullers: PullerFactory,
+        gpu: GpuPullers | None = None,
+        open_memory: Callable[..., EngineMemory] | None = None,
     ) -> None:
+        self._gpu = gpu
+        self._open_memory = open_memory
         self._feed = feed
         self._tasks = tasks
         self._executor = executor
@@ -195,6 +210,12 @@ class Attachments:
                 if port is None:
                     raise KvdError(f"{ask.peer} names no data port", Code.BAD_MESSAGE)
                 entry.puller = self._pullers.tcp(local, peer.ip, port, ask.answer.num_blocks)
+            case "cuda_ipc" if self._gpu is not None:
+                entry.remote = await self._map(peer, ask)
+                entry.puller = await self._gpu.cuda_ipc(local, entry.remote)
+            case "nccl" if self._gpu is not None:
+                blocks = ask.answer.num_blocks
+                entry.puller = await self._gpu.nccl_puller(local, ask.peer, blocks)
             case other:
                 raise KvdError(
                     f"{ask.peer} chose {other!r}, which was not offered", Code.TRANSPORT_UNAVAILABLE
@@ -205,20 +226,23 @@ class Attachments:
         if peer.link is None:
             raise KvdError(f"{ask.peer} has no link on this host", Code.TRANSPORT_UNAVAILABLE)
         fds = await peer.link.memory(answer.memory_key, OPEN_TIMEOUT_S)
-        if len(fds) != len(answer.segments) + 1:
+        wanted = sum(info.has_fd for info in answer.segments) + 1
+        if len(fds) != wanted:
             count = len(fds)
             _close_fds(fds)
             raise KvdError(
-                f"{ask.peer} passed {count} descriptors for {len(answer.segments)} segments "
-                "and a fence table",
+                f"{ask.peer} passed {count} descriptors instead of {wanted}: for "
+                f"{len(answer.segments)} segments and a fence table",
                 Code.BAD_MEMORY,
             )
         given = list(fds)
+        own = iter(fds)
+        segments = [(info, next(own) if info.has_fd else -1) for info in answer.segments]
 
         def open_memory() -> EngineMemory:
             given.clear()  # `open` owns them from here on
-            return EngineMemory.open(
-                segments=list(zip(answer.segments, fds, strict=False)),
+            return (self._open_memory or EngineMemory.open)(
+                segments=segments,
                 layers=answer.layers,
                 num_blocks=answer.num_blocks,
                 fence=(fds[-1], answer.fence_slots),
@@ -273,7 +297,7 @@ class Attachments:
 
 
 def _new_late_bytes(entry: _Attachment) -> int:
-    if not isinstance(entry.puller, TcpPuller):
+    if not isinstance(entry.puller, TcpPuller | NcclPuller):
         return 0
     before, entry.late_bytes = entry.late_bytes, entry.puller.statistics()["late_bytes"]
     return entry.late_bytes - before

@@ -21,7 +21,7 @@ from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
 
 from kvd.addresses import default_socket_path
 from kvd.errors import ConfigError
-from kvd.settings import NOT_YET_TRANSPORTS, Settings
+from kvd.settings import Settings
 
 __all__ = ["Loaded", "SettingDoc", "Settings", "describe", "load", "load_with_origins"]
 
@@ -214,7 +214,7 @@ def _choices(name: str) -> tuple[str, ...]:
     annotation = _known()[name].annotation
     if get_origin(annotation) is not Literal:
         return ()
-    return tuple(str(a) for a in get_args(annotation) if a not in NOT_YET_TRANSPORTS)
+    return tuple(str(a) for a in get_args(annotation))
 
 
 def _bounds(name: str) -> str:

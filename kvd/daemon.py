@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -142,7 +143,7 @@ class Daemon:
             await self._bootstrap_http.start(settings.bootstrap_at, "bootstrap")
 
         self._core = Core(
-            settings.core(),
+            replace(settings.core(), transports=tuple(self._data.transports.names)),
             self.identity.boot_id,
             self.identity.daemon_id,
             self.advertise,
@@ -172,6 +173,7 @@ class Daemon:
             max_sessions=settings.max_sessions,
             max_queue=settings.max_frame_queue,
             gid=settings.socket_gid,
+            open_memory=self._data.open_memory,
         )
         if link_listener is not None:
             self._links = LinkServer(
@@ -182,6 +184,7 @@ class Daemon:
                 max_links=LINKS_PER_CLIENT * settings.max_clients,
             )
             self._links.start()
+        self._data.connect(send_peer=self._peers.send, send_client=self._server.send)
         self._attachments = Attachments(
             feed=self._feed,
             tasks=self._tasks,
@@ -189,6 +192,8 @@ class Daemon:
             memory_of=self._local.memory,
             peer_of=self._peers.get,
             pullers=self._data.transports,
+            gpu=self._data.gpu,
+            open_memory=self._data.open_memory,
         )
         dispatcher = Dispatcher(
             feed=self._feed,
@@ -357,6 +362,8 @@ class Daemon:
             reasons["not_serving"] = "sockets are not bound, or closed again"
         if self.draining:
             reasons[str(Code.DRAINING)] = "nothing new is taken"
+        if self._data.gpu_lost:
+            reasons["gpu"] = self._data.gpu_lost
         return reasons
 
     async def _bootstrap(self, own: bool) -> dict[str, Any]:
@@ -417,7 +424,8 @@ class Daemon:
         return listener
 
     def _feed(self, event: events.Event) -> None:
-        self._reactor.feed(event)
+        if not self._data.takes(event):
+            self._reactor.feed(event)
 
     def _after(self) -> None:
         if self.draining and not any(self.in_flight().values()):
@@ -438,6 +446,7 @@ class Daemon:
             await asyncio.sleep(WATCH_S)
             self.metrics.set_loop_lag(max(0.0, time.monotonic() - before - WATCH_S))
             self._gauges()
+            self._data.check()
 
     def _welcome(self) -> local.Welcome:
         return local.Welcome(

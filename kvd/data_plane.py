@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from kvd.addresses import parse_network
+from kvd.core.events import ClientMessage, Event, PeerMessage
 from kvd.core.instructions import ExtendTicket, OpenTicket
 from kvd.errors import ConfigError
 from kvd.local.listener import BindError
+from kvd.memory.cuda.device import open_gpu
+from kvd.memory.cuda.memory import memory_opener
 from kvd.memory.engine import EngineMemory
 from kvd.metrics import Metrics
 from kvd.peers.resolve import in_networks
+from kvd.protocol.peer import NcclToConsumer, NcclToProducer, ToConsumer, ToProducer
+from kvd.protocol.types import PeerAddr
 from kvd.settings import Settings
 from kvd.transport.base import TicketView, TransportError
 from kvd.transport.channel import load_tls
+from kvd.transport.gpu import GpuTransports
+from kvd.transport.nccl_lib import NcclError, load_nccl
 from kvd.transport.options import TransportOptions
 from kvd.transport.registry import Transports
 from kvd.transport.tcp_server import TcpServer
@@ -42,10 +50,25 @@ class DataPlane:
                     max_data_connections=settings.max_data_connections,
                     verify=settings.verify,
                     max_data_connections_per_peer=settings.max_data_connections_per_peer,
+                    device=settings.device,
+                    gpu_hang_s=settings.gpu_hang_s,
+                    nccl_max_comms=settings.nccl_max_comms,
+                    nccl_chunk_bytes=settings.nccl_chunk_bytes,
+                    nccl_ring=settings.nccl_ring,
+                    nccl_max_ctas=settings.nccl_max_ctas,
+                    nccl_channels=settings.nccl_channels,
+                    nccl_interface=settings.nccl_interface,
+                    nccl_init_timeout_s=settings.nccl_init_timeout_s,
+                    nccl_abort_timeout_s=settings.nccl_abort_timeout_s,
                 )
             )
         except TransportError as e:
             raise ConfigError(e.detail) from None
+        self.gpu: GpuTransports | None = None
+        """What there is besides on a GPU, if the daemon has one."""
+        if settings.device != "cpu":
+            self.gpu = GpuTransports(open_gpu(settings.device), self.transports.options)
+        self.open_memory = memory_opener(None if self.gpu is None else self.gpu.gpu)
         self._server: TcpServer | None = None
         self._tickets: dict[bytes, TicketView] = {}
         self._dropped: Counter[str] = Counter()
@@ -64,6 +87,18 @@ class DataPlane:
         if self._server is not None:
             await self._server.aclose()
         await self.transports.aclose()
+        if self.gpu is not None:
+            await self.gpu.aclose()
+
+    def check(self) -> None:
+        """Raises KvdError when the GPU is lost to this process."""
+        if self.gpu is not None:
+            self.gpu.check()
+
+    @property
+    def gpu_lost(self) -> str:
+        """Why nothing moves on the GPU any more, "" while it does."""
+        return "" if self.gpu is None else self.gpu.stuck()
 
     @property
     def port(self) -> int | None:
@@ -72,7 +107,8 @@ class DataPlane:
 
     def stuck(self, limit_s: float) -> list[str]:
         """Names of threads that do not get on with their work; see `Transports.stuck`."""
-        return self.transports.stuck(limit_s)
+        gpu = [f"gpu: {self.gpu_lost}"] if self.gpu_lost else []
+        return gpu + self.transports.stuck(limit_s)
 
     def _admit(self, address: str) -> bool:
         return in_networks(address, self._allow)
@@ -81,7 +117,8 @@ class DataPlane:
 
     def open_ticket(self, ask: OpenTicket, memory: EngineMemory, block_size: int) -> None:
         """Lets whoever shows the ticket read these blocks, `block_size` tokens each."""
-        if self._server is None:
+        nccl = None if self.gpu is None else self.gpu.nccl
+        if self._server is None and nccl is None:
             return
         view = TicketView(
             memory=memory,
@@ -93,7 +130,10 @@ class DataPlane:
             block_size=block_size,
         )
         self._tickets[ask.ticket] = view
-        self._server.open_ticket(ask.ticket, view)
+        if self._server is not None:
+            self._server.open_ticket(ask.ticket, view)
+        if nccl is not None:
+            nccl.open_ticket(ask.ticket, view)
 
     def extend_ticket(self, ask: ExtendTicket) -> None:
         """More blocks, or more of them valid."""
@@ -107,13 +147,46 @@ class DataPlane:
 
     def close_ticket(self, ticket: bytes) -> None:
         """Nobody may read with it any more."""
-        if self._tickets.pop(ticket, None) is not None and self._server is not None:
+        if self._tickets.pop(ticket, None) is None:
+            return
+        if self._server is not None:
             self._server.close_ticket(ticket)
+        if self.gpu is not None and self.gpu.nccl is not None:
+            self.gpu.nccl.close_ticket(ticket)
+
+    # --- messages -----------------------------------------------------------------------------
+
+    def connect(
+        self,
+        *,
+        send_peer: Callable[[PeerAddr, ToProducer], None],
+        send_client: Callable[[int, ToConsumer], None],
+    ) -> None:
+        """How messages of transports reach other daemons. Raises ConfigError."""
+        if self.gpu is not None and "nccl" in self.transports.names:
+            try:
+                lib = load_nccl()
+            except NcclError as e:
+                raise ConfigError(e.detail) from None
+            self.gpu.use_nccl(lib, send_peer=send_peer, send_client=send_client)
+
+    def takes(self, event: Event) -> bool:
+        """Whether an event is a transport's own, and nothing for the core."""
+        if self.gpu is not None and self.gpu.nccl is not None:
+            return self.gpu.nccl.takes(event)
+        match event:
+            case PeerMessage(message=message) | ClientMessage(message=message):
+                return isinstance(message, NcclToProducer | NcclToConsumer)
+            case _:
+                return False
 
     # --- metrics ------------------------------------------------------------------------------
 
     def count(self) -> None:
-        """Brings what the server's threads have dropped into the metrics."""
+        """Brings what the transports have counted into the metrics."""
+        if self.gpu is not None and self.gpu.nccl is not None:
+            now = self.gpu.nccl.statistics()
+            self._metrics.set_nccl(now["comms"], now["staging_bytes"], now["abandoned"])
         if self._server is None:
             return
         dropped = self._server.statistics()["dropped"]

@@ -12,6 +12,7 @@ import structlog
 from kvd.attachments import Attachments
 from kvd.core import events
 from kvd.core import instructions as ask
+from kvd.core.choice import SAME_HOST
 from kvd.data_plane import DataPlane
 from kvd.history import History
 from kvd.local.server import LocalServer
@@ -126,9 +127,18 @@ class Dispatcher:
 
     def _send_client(self, i: ask.SendClient) -> None:
         message = i.message
-        if isinstance(message, peer.AttachOk) and message.transport == "tcp":
-            message = msgspec.structs.replace(message, data_port=self._data.port)
+        if isinstance(message, peer.AttachOk):
+            message = self._attach_ok(message)
         self._server.send(i.client, message)
+
+    def _attach_ok(self, message: peer.AttachOk) -> peer.AttachOk:
+        if message.transport == "tcp":
+            message = msgspec.structs.replace(message, data_port=self._data.port)
+        if message.transport not in SAME_HOST and any(one.handle for one in message.segments):
+            # A handle opens the memory, so only who is to map it may have it.
+            bare = [msgspec.structs.replace(one, handle=b"") for one in message.segments]
+            message = msgspec.structs.replace(message, segments=bare)
+        return message
 
     def _open_ticket(self, i: ask.OpenTicket) -> None:
         memory = self._local.memory(i.session)

@@ -37,7 +37,7 @@ OTHER = "other"
 NO_TRANSPORT = "none"
 """A fetch that ended before a transport was chosen."""
 
-TRANSPORTS = ("shm", "tcp", NO_TRANSPORT)
+TRANSPORTS = ("shm", "tcp", "cuda_ipc", "nccl", NO_TRANSPORT)
 CODES = tuple(str(c) for c in Code)
 OFFER_STATES = ("leased", "serving", "lingering")
 PEER_STATES = ("connecting", "up", "down")
@@ -176,6 +176,15 @@ class Metrics:
         self._mapped_bytes = self._gauge(
             "kvd_mapped_bytes", "Bytes of engine memory mapped now, own and peers'; sum"
         )
+        self._nccl_comms = self._gauge(
+            "kvd_nccl_communicators", "Communicators of NCCL that are there now, both sides; sum"
+        )
+        self._nccl_staging = self._gauge(
+            "kvd_nccl_staging_bytes", "GPU memory of their staging buffers, without NCCL's own; sum"
+        )
+        self._nccl_abandoned = self._gauge(
+            "kvd_nccl_abandoned_threads", "Threads left behind in a call of NCCL that hangs; sum"
+        )
         self._loop_lag = self._gauge(
             "kvd_loop_lag_seconds", "Seconds by which the event loop was late last; maximum"
         )
@@ -262,6 +271,12 @@ class Metrics:
     @_never_raises
     def set_mapped_bytes(self, nbytes: int) -> None:
         self._mapped_bytes.set(nbytes)
+
+    @_never_raises
+    def set_nccl(self, comms: int, staging_bytes: int, abandoned: int) -> None:
+        self._nccl_comms.set(comms)
+        self._nccl_staging.set(staging_bytes)
+        self._nccl_abandoned.set(abandoned)
 
     @_never_raises
     def set_loop_lag(self, seconds: float) -> None:

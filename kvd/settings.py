@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
@@ -17,7 +18,6 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from kvd import __version__
 from kvd.addresses import (
     HostPort,
     Network,
@@ -31,11 +31,12 @@ from kvd.addresses import (
 from kvd.core.config import CoreConfig
 
 AUTO_TRANSPORTS = ("shm", "tcp")
-"""What `transport = auto` may use, best first."""
-NOT_YET_TRANSPORTS = ("cuda_ipc", "nccl")
-NOT_YET = f"is not available in this version ({__version__})"
+"""What `transport = auto` may use for KV in host memory, best first."""
+GPU_TRANSPORTS = ("cuda_ipc", "nccl")
+"""What it may use besides, and first, for KV in memory of a GPU."""
 
 _CORE = CoreConfig()
+_DEVICE = re.compile(r"cuda:(?:[0-9]{1,3}|GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")
 
 
 def _setting(
@@ -159,10 +160,16 @@ class Settings(BaseSettings):
     )
 
     # --- how bytes move
-    device: str = _setting("cpu", "memory that the engine's KV cache lies in: cpu", group="Data")
+    device: str = _setting(
+        "cpu",
+        "memory that the engines' KV cache lies in: cpu, cuda:N (as CUDA_VISIBLE_DEVICES counts), "
+        "or cuda:GPU-UUID",
+        group="Data",
+    )
     transport: Literal["auto", "shm", "tcp", "cuda_ipc", "nccl"] = _setting(
         "auto",
-        "how KV moves: shm (same host), tcp, or auto (shm where it can, else tcp)",
+        "how KV moves: shm (same host), tcp, cuda_ipc (GPUs of one host), nccl (between any two "
+        "GPUs), or auto (the best of these that works for each pair)",
         group="Data",
     )
     shm_threads: int = _setting(
@@ -176,6 +183,58 @@ class Settings(BaseSettings):
         'congestion control of data connections; "" leaves the system\'s',
         group="Data",
         pattern=r"^[a-z0-9_-]{0,15}$",
+    )
+    gpu_hang_s: float = _setting(
+        30.0,
+        "work on the GPU that does not end for this long makes the daemon exit, so that its "
+        "supervisor starts another",
+        group="Data",
+        unit="s",
+        ge=1,
+        le=3600,
+    )
+    nccl_max_comms: int = _setting(
+        16,
+        "communicators that may be there at once, one for each daemon asked and asking; the least "
+        "recently used goes",
+        group="Data",
+        ge=1,
+        le=256,
+    )
+    nccl_chunk_bytes: int = _setting(
+        8 * 2**20, "one staging buffer of the nccl transport", group="Data", unit="bytes",
+        ge=2**16, le=2**30,
+    )  # fmt: skip
+    nccl_ring: int = _setting(4, "staging buffers of one communicator", group="Data", ge=1, le=64)
+    nccl_max_ctas: int = _setting(
+        4, "thread blocks of the GPU that NCCL may take for one transfer", group="Data", ge=1, le=32
+    )
+    nccl_channels: int = _setting(
+        0, "network channels for each peer; 0 leaves it to NCCL", group="Data", ge=0, le=32
+    )
+    nccl_interface: str = _setting(
+        "",
+        "network interface of NCCL's own connections, as NCCL_SOCKET_IFNAME; \"\" is NCCL's choice",
+        group="Data",
+        pattern=r"^[A-Za-z0-9_.:=^,-]{0,255}$",
+    )
+    nccl_init_timeout_s: float = _setting(
+        8.0,
+        "how long making a communicator may take; below attach_timeout_s, another transport may "
+        "still be tried",
+        group="Data",
+        unit="s",
+        gt=0,
+        le=3600,
+    )
+    nccl_abort_timeout_s: float = _setting(
+        10.0,
+        "how long each step of ending a communicator may take; when none helps, the daemon exits, "
+        "so that its supervisor starts another",
+        group="Data",
+        unit="s",
+        gt=0,
+        le=3600,
     )
     data_timeout_s: float = _setting(
         10.0, "a data transfer without progress for this long fails", group="Data", unit="s",
@@ -387,22 +446,22 @@ class Settings(BaseSettings):
     @field_validator("device")
     @classmethod
     def _device(cls, value: str) -> str:
-        kind, _, index = value.partition(":")
-        if kind == "cuda" and index.isascii() and index.isdigit():
-            raise ValueError(f"{NOT_YET}; use cpu")
-        if value != "cpu":
-            raise ValueError("must be cpu")
-        return value
-
-    @field_validator("transport")
-    @classmethod
-    def _transport(cls, value: str) -> str:
-        if value in NOT_YET_TRANSPORTS:
-            raise ValueError(f"{NOT_YET}; use one of auto, {', '.join(AUTO_TRANSPORTS)}")
+        if value != "cpu" and not _DEVICE.fullmatch(value):
+            raise ValueError("must be cpu, cuda:N or cuda:GPU-UUID")
         return value
 
     @model_validator(mode="after")
     def _together(self) -> Settings:
+        if self.verify != "off" and self.device != "cpu":
+            raise ValueError(
+                "verify: checksums are made by the CPU, which cannot read memory of a GPU; leave it "
+                "off where device is not cpu"
+            )
+        if self.transport in GPU_TRANSPORTS and self.device == "cpu":
+            raise ValueError(
+                f"transport: {self.transport} moves KV of GPUs, and device is cpu; set "
+                "device = cuda:N too"
+            )
         if not self.insecure and not self.keys:
             for name in ("listen", "data_listen"):
                 at = getattr(self, name)
@@ -484,7 +543,9 @@ class Settings(BaseSettings):
     @property
     def transports(self) -> tuple[str, ...]:
         """What may be used, best first; one that was named is the only one."""
-        return AUTO_TRANSPORTS if self.transport == "auto" else (self.transport,)
+        if self.transport != "auto":
+            return (self.transport,)
+        return AUTO_TRANSPORTS if self.device == "cpu" else GPU_TRANSPORTS + AUTO_TRANSPORTS
 
     def core(self) -> CoreConfig:
         """The part of the settings that the core lives by."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core.attachment import ATTACHMENTS, AttachEvent, Attachment, AttachState
-from kvd.core.clients import SAME_HOST
+from kvd.core.choice import device_of, reasons, unusable
 from kvd.core.context import Context, Refusal
 from kvd.core.instructions import CloseTransport, OpenTransport
 from kvd.core.peers import Peer, Peers
@@ -159,9 +159,13 @@ class Attachments:
         """Send Attach, within a move."""
         if not transports:
             mapped = "" if one.peer.same_host else " (the peer is on another host)"
-            allowed = ", ".join(self.ctx.config.transports)
+            allowed = self.ctx.config.transports
+            why = {name: self._unusable(one, name) for name in allowed}
             return self.failed(
-                one, Refusal(Code.TRANSPORT_UNAVAILABLE, f"allowed here: {allowed}{mapped}")
+                one,
+                Refusal(
+                    Code.TRANSPORT_UNAVAILABLE, f"allowed here: {reasons(allowed, why)}{mapped}"
+                ),
             )
         one.offered = transports
         one.boot_id = one.peer.boot_id
@@ -176,9 +180,18 @@ class Attachments:
                 geometry=one.memory.geometry,
                 transports=transports,
                 any_engine=one.peer.addr.rank is not None,
+                device=device_of(one.memory),
             ),
         )
         return AttachState.ASKED
+
+    def _unusable(self, one: Attachment, transport: str) -> str:
+        same_host = one.peer.same_host
+        return unusable(transport, ours=device_of(one.memory), theirs=None, same_host=same_host)
+
+    def usable(self, one: Attachment) -> list[str]:
+        """What may be asked for, as far as it can be known on this side."""
+        return [name for name in self.ctx.config.transports if not self._unusable(one, name)]
 
     def failed(self, one: Attachment, failure: Refusal) -> AttachState:
         one.failure = failure
@@ -237,14 +250,7 @@ S, E = AttachState, AttachEvent
 
 @ATTACHMENTS.on(S.CONNECTING, E.PEER_UP, S.ASKED, S.FAILED)
 def _peer_up(owner: Attachments, one: Attachment, _: object) -> AttachState:
-    return owner.ask(
-        one,
-        [
-            name
-            for name in owner.ctx.config.transports
-            if one.peer.same_host or name not in SAME_HOST
-        ],
-    )
+    return owner.ask(one, owner.usable(one))
 
 
 @ATTACHMENTS.on(S.ASKED, E.ACCEPTED, S.OPENING, S.FAILED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvd.core.choice import SAME_HOST, device_of, reasons, unusable
 from kvd.core.context import Context, Refusal
 from kvd.core.events import ClientJoined
 from kvd.core.sessions import Memory, Session, Sessions, same_rank
@@ -14,9 +15,6 @@ from kvd.protocol.types import mismatch
 
 if TYPE_CHECKING:
     from kvd.core.grant import Request
-
-SAME_HOST = ("shm", "cuda_ipc")
-"""Transports that map the other side's memory: one host only, and only with a fence table."""
 
 
 @dataclass(slots=True, eq=False)
@@ -127,16 +125,26 @@ class Clients:
             raise Refusal(Code.GEOMETRY_MISMATCH, f"{name}: ours {ours}, theirs {theirs}")
         if self.num_attachments >= self._ctx.config.max_attachments:
             raise Refusal(Code.OVERLOADED, "max_attachments is reached")
+        allowed = self._ctx.config.transports
+        why: dict[str, str] = {}
         for transport in message.transports:
-            mapped = transport in SAME_HOST
-            if mapped and not (client.same_host and memory.fence_slots):
+            if transport not in allowed:
+                why[transport] = "not allowed here"
                 continue
-            if transport in self._ctx.config.transports:
+            why[transport] = unusable(
+                transport,
+                ours=device_of(memory),
+                theirs=message.device,
+                same_host=client.same_host,
+            )
+            if transport in SAME_HOST and not memory.fence_slots:
+                why[transport] = "the engine has no fence table"
+            if not why[transport]:
                 return session, memory, transport
         raise Refusal(
             Code.TRANSPORT_UNAVAILABLE,
-            f"asked for {', '.join(message.transports) or 'none'};"
-            f" allowed here: {', '.join(self._ctx.config.transports)}"
+            f"asked for {reasons(message.transports, why) or 'none'};"
+            f" allowed here: {', '.join(allowed)}"
             f"{'' if client.same_host else ' (not on one host)'}",
         )
 

@@ -55,11 +55,6 @@ class Registration:
         return False
 
     def _add_segment(self, message: AddSegment, fds: list[int]) -> None:
-        if message.kind != "memfd":
-            raise MemoryRefused(
-                f"segment {message.segment} is of kind {message.kind}: "
-                "this daemon shares memory by memfd only"
-            )
         if len(self.segments) >= MAX_SEGMENTS:
             raise MemoryRefused(f"more than {MAX_SEGMENTS} segments")
         if any(info.segment == message.segment for info, _ in self.segments):
@@ -70,8 +65,10 @@ class Registration:
             nbytes=message.nbytes,
             device=message.device,
             handle=message.handle,
+            offset=message.offset,
+            base_nbytes=message.base_nbytes,
         )
-        self.segments.append((info, _one_fd(fds, "AddSegment")))
+        self.segments.append((info, _one_fd(fds, "AddSegment") if info.has_fd else -1))
 
     def take_segments(self) -> list[tuple[SegmentInfo, int]]:
         """The segments with their descriptors, which the caller now owns."""
@@ -89,7 +86,7 @@ class Registration:
         fence = self.take_fence()
         if fence is not None:
             fds.append(fence[0])
-        for fd in fds:
+        for fd in (fd for fd in fds if fd >= 0):
             with contextlib.suppress(OSError):
                 os.close(fd)
 

@@ -51,9 +51,12 @@ class LocalServer:
         max_sessions: int,
         max_queue: int,
         gid: int | None = None,
+        open_memory: Callable[..., EngineMemory] | None = None,
     ) -> None:
-        """`gid`: the group whose members may register too."""
+        """`gid`: the group whose members may register too. `open_memory`: what opens memory,
+        where it is not `EngineMemory.open`."""
         self._gid = gid
+        self._open_memory = open_memory
         self._listener = listener
         self._feed = feed
         self._welcome = welcome
@@ -195,7 +198,7 @@ class LocalServer:
         num_blocks = registration.num_blocks
 
         def open_memory() -> EngineMemory:
-            return EngineMemory.open(
+            return (self._open_memory or EngineMemory.open)(
                 segments=segments,
                 layers=layers,
                 num_blocks=num_blocks,

@@ -10,8 +10,10 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvd.errors import MemoryRefused
 from kvd.memory.fence import FenceReader
@@ -22,6 +24,24 @@ from kvd.protocol.peer import SegmentInfo
 from kvd.protocol.types import LayerLayout
 
 MAX_SEGMENTS = 4096
+
+
+class Stager(Protocol):
+    """Host memory between a socket and memory that no socket can reach."""
+
+    def room(self, nbytes: int) -> Bytes:
+        """Where to receive `nbytes` bytes, for `put`."""
+        ...
+
+    def take(self, stretches: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Copies (address, bytes) stretches into host memory; where they lie there."""
+        ...
+
+    def put(self, stretches: NDArray[np.uint64]) -> None:
+        """Copies what was received into stretches of the engine's memory."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class EngineMemory:
@@ -57,23 +77,46 @@ class EngineMemory:
         self.fence_slots = 0 if fence is None else fence[1]
         self.writable = writable
 
-        sizes = _check_segments(segments, writable=writable)
+        sizes = _sizes(segments)
+        self._check_segments(segments)
         check_layers(self.layers, num_blocks, sizes)
+        self.nbytes = sum(sizes.values())
+        self.address = 0
+        """Where offsets of `tables` are counted from."""
+        placed = self._map(segments)
+        try:
+            if fence is not None:
+                self._fence = FenceReader(*fence, unmapped=self._gone.one)
+        except BaseException:
+            self._unmap_segments()
+            raise
+        self.tables: tuple[RegionTable, ...] = region_tables(self.layers, self.num_groups, placed)
+
+    device = "cpu"
+    """What the segments' memory belongs to: "cpu", or a GPU's UUID."""
+
+    def _check_segments(self, segments: Sequence[tuple[SegmentInfo, int]]) -> None:
+        for info, fd in segments:
+            importer(info).check(info, fd, writable=self.writable)
+
+    def _map(self, segments: Sequence[tuple[SegmentInfo, int]]) -> dict[int, int]:
+        """Maps checked segments; returns the offset of each from `address`."""
         placed: dict[int, int] = {}
         total = 0
         for info, _ in segments:
             placed[info.segment] = total
             total += page_align(info.nbytes)
-        self.nbytes = sum(sizes.values())
-        self.tables: tuple[RegionTable, ...] = region_tables(self.layers, self.num_groups, placed)
-
-        space = Reservation(total, writable=writable, unmapped=self._gone.one)
+        space = Reservation(total, writable=self.writable, unmapped=self._gone.one)
         self.address = space.address
         for info, fd in segments:
             importer(info).map(info, fd, space, placed[info.segment])
-        if fence is not None:
-            self._fence = FenceReader(*fence, unmapped=self._gone.one)
         self._root = space.array()
+        return placed
+
+    def _unmap_segments(self) -> None:
+        """Gives the segments' address space back; every view of it was dropped."""
+        with self._lock:
+            self._root = None
 
     @classmethod
     def open(
@@ -84,17 +127,20 @@ class EngineMemory:
         num_blocks: int,
         fence: tuple[int, int] | None,
         writable: bool,
+        make: Callable[..., EngineMemory] | None = None,
     ) -> EngineMemory:
         """Maps segments (info, fd) and the fence table (fd, slots); blocks, so call it on a thread.
+        Kinds of memory that travel as a handle have the descriptor -1.
 
         All descriptors are taken over and are closed when this raises. `writable` is for our own
-        engine's segments; a fence table is always read-only. Raises MemoryRefused.
+        engine's segments; a fence table is always read-only. `make` is the class, where it is
+        not this one. Raises MemoryRefused.
         """
         fds = [fd for _, fd in segments] + ([] if fence is None else [fence[0]])
         memory: EngineMemory | None = None
         why = MemoryRefused("not opened")
         try:
-            memory = cls(
+            memory = (make or cls)(
                 segments=segments,
                 layers=layers,
                 num_blocks=num_blocks,
@@ -111,7 +157,7 @@ class EngineMemory:
         if memory is None:
             raise why
         if writable:
-            memory._fds = fds
+            memory._fds = [fd for fd in fds if fd >= 0]
         else:
             _close_fds(fds)
         return memory
@@ -160,8 +206,14 @@ class EngineMemory:
             raise MemoryRefused("the engine's memory is closed")
         return np.ndarray(shape, np.uint8, buffer=root, offset=offset, strides=strides)
 
+    def stager(self) -> Stager | None:
+        """What a thread needs to move this memory over a socket; None if nothing. The caller
+        closes it, on the same thread."""
+        return None
+
     def share(self) -> list[int]:
-        """New descriptors for a peer on this host: one per segment, in order, the fence table last.
+        """New descriptors for a peer on this host: one per segment that has one, in order, the
+        fence table last.
 
         They are open for reading only, and the files' modes are set so that nobody but root can
         open them for writing again. The caller closes them. Raises MemoryRefused.
@@ -174,12 +226,15 @@ class EngineMemory:
                 raise MemoryRefused("the engine's memory is being closed")
             try:
                 for fd in self._fds:
-                    os.fchmod(fd, 0o400)
-                    shared.append(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+                    shared.append(self._read_only(fd))  # noqa: PERF401 - those made are closed
             except OSError as exc:
                 _close_fds(shared)
                 raise MemoryRefused(f"cannot share memory: {exc}") from None
         return shared
+
+    def _read_only(self, fd: int) -> int:
+        os.fchmod(fd, 0o400)
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def pin(self) -> None:
         """Keeps the memory mapped until `unpin`; raises MemoryRefused once it is to be closed."""
@@ -258,9 +313,9 @@ class EngineMemory:
         with self._lock:
             fds, self._fds = self._fds, []
             fence, self._fence = self._fence, None
-            root, self._root = self._root, None
         _close_fds(fds)
-        del fence, root
+        del fence
+        self._unmap_segments()
 
 
 class _Gone:
@@ -296,21 +351,18 @@ class _Gone:
             self._callbacks.remove(callback)
 
 
-def _check_segments(
-    segments: Sequence[tuple[SegmentInfo, int]], *, writable: bool
-) -> dict[int, int]:
+def _sizes(segments: Sequence[tuple[SegmentInfo, int]]) -> dict[int, int]:
     if not 1 <= len(segments) <= MAX_SEGMENTS:
         raise MemoryRefused(f"{len(segments)} segments: must be between 1 and {MAX_SEGMENTS}")
     sizes: dict[int, int] = {}
-    for info, fd in segments:
+    for info, _ in segments:
         if info.segment in sizes:
             raise MemoryRefused(f"segment {info.segment} is described twice")
-        importer(info).check(info, fd, writable=writable)
         sizes[info.segment] = info.nbytes
     return sizes
 
 
 def _close_fds(fds: Sequence[int]) -> None:
-    for fd in fds:
+    for fd in (fd for fd in fds if fd >= 0):
         with contextlib.suppress(OSError):
             os.close(fd)

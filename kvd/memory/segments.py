@@ -98,7 +98,8 @@ def importer(info: SegmentInfo) -> Importer:
     except KeyError:
         known = ", ".join(sorted(_importers))
         raise MemoryRefused(
-            f"segment {info.segment}: memory of kind {info.kind!r} cannot be used by this version"
-            f" (it knows {known})",
+            f"segment {info.segment}: memory of kind {info.kind!r} cannot be used by this daemon"
+            f" (it knows {known}); memory of a GPU needs one that was started with"
+            " --device cuda:N",
             Code.UNSUPPORTED,
         ) from None

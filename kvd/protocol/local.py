@@ -54,13 +54,20 @@ class Hello(LocalMessage, frozen=True):
 
 
 class AddSegment(LocalMessage, frozen=True):
-    """One shareable piece of memory; memfd and vmm carry one fd in the same frame."""
+    """One shareable piece of memory; memfd and vmm carry one fd in the same frame.
+
+    Of a GPU: `device` is its UUID; `handle` is a CUDA IPC handle (64 bytes), or a fabric handle
+    instead of the descriptor of vmm; the segment is `[offset, offset + nbytes)` of an allocation
+    of `base_nbytes` bytes, which is what the handle or descriptor stands for.
+    """
 
     segment: U32
     kind: SegmentKind
     nbytes: U63
     device: str = "cpu"
     handle: Annotated[bytes, Meta(max_length=256)] = b""
+    offset: U63 = 0
+    base_nbytes: U63 = 0
 
 
 class AddFence(LocalMessage, frozen=True):

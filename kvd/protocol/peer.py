@@ -51,7 +51,8 @@ class Attach(PeerMessage, frozen=True):
     """Binds a consumer engine's rank to a producer engine's: checked before any data moves.
 
     `transports`: what the consumer can use, best first. `any_engine`: the id may be of an earlier
-    life of the engine; where just one other producer is registered, that one is meant.
+    life of the engine; where just one other producer is registered, that one is meant. `device`:
+    where the consumer's KV is, "cpu" or a GPU's UUID.
     """
 
     attach_id: Id
@@ -62,6 +63,7 @@ class Attach(PeerMessage, frozen=True):
     geometry: Geometry
     transports: list[str]
     any_engine: bool = False
+    device: str = "cpu"
 
 
 class Detach(PeerMessage, frozen=True):
@@ -116,6 +118,48 @@ class Heartbeat(PeerMessage, frozen=True):
     seq: U63
 
 
+class NcclOpen(PeerMessage, frozen=True):
+    """Asks the producer's daemon to join a communicator, in which the consumer's is rank 0.
+
+    `chunk_nbytes`, `ring`: size and number of staging buffers that the consumer would have.
+    """
+
+    comm: Id
+    unique_id: Annotated[bytes, Meta(min_length=128, max_length=128)]
+    chunk_nbytes: U63
+    ring: U32
+
+
+class NcclWant(PeerMessage, frozen=True):
+    """Grants one staging buffer: the producer may gather these blocks for it.
+
+    `indices`: packed u32 block indices of the fetch that `ticket` admits; `nbytes` in all.
+    """
+
+    comm: Id
+    seq: U63
+    ticket: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    group: U32
+    first_layer: U32
+    num_layers: U32
+    indices: Packed
+    nbytes: U63
+
+
+class NcclGo(PeerMessage, frozen=True):
+    """The receive for `seq` is posted, so the send may be; without `send` nobody wants it."""
+
+    comm: Id
+    seq: U63
+    send: bool
+
+
+class NcclClose(PeerMessage, frozen=True):
+    """The consumer's daemon ends the communicator; the producer's must end it too."""
+
+    comm: Id
+
+
 # --- producer's daemon -> consumer's daemon -------------------------------------------------
 
 
@@ -135,11 +179,20 @@ class PeerRefused(PeerMessage, frozen=True):
 
 
 class SegmentInfo(Struct, frozen=True):
+    """See `kvd.protocol.local.AddSegment`. Handles go only to those who are to map the memory."""
+
     segment: U32
     kind: SegmentKind
     nbytes: U63
     device: str
     handle: bytes = b""
+    offset: U63 = 0
+    base_nbytes: U63 = 0
+
+    @property
+    def has_fd(self) -> bool:
+        """Whether a descriptor travels with it."""
+        return self.kind == "memfd" or (self.kind == "vmm" and not self.handle)
 
 
 class AttachOk(PeerMessage, frozen=True):
@@ -229,6 +282,35 @@ class HeartbeatAck(PeerMessage, frozen=True):
     seq: U63
 
 
+class NcclOpened(PeerMessage, frozen=True):
+    """Answer to NcclOpen. With `code` "ok" both sides join now, with buffers of this size."""
+
+    comm: Id
+    code: str
+    detail: str = ""
+    chunk_nbytes: U63 = 0
+    ring: U32 = 0
+
+
+class NcclReady(PeerMessage, frozen=True):
+    """`code` "ok": the bytes of `seq` are staged and were valid after they had been copied."""
+
+    comm: Id
+    seq: U63
+    code: str
+    detail: str = ""
+
+
+class NcclClosed(PeerMessage, frozen=True):
+    """The producer's daemon ended the communicator, and why."""
+
+    comm: Id
+    code: str
+    detail: str = ""
+
+
+NcclToProducer = NcclOpen | NcclWant | NcclGo | NcclClose
+NcclToConsumer = NcclOpened | NcclReady | NcclClosed
 ToProducer = (
     PeerHello
     | Attach
@@ -239,6 +321,7 @@ ToProducer = (
     | PeerRelease
     | PeerRenew
     | Heartbeat
+    | NcclToProducer
 )
 ToConsumer = (
     PeerWelcome
@@ -252,6 +335,7 @@ ToConsumer = (
     | NotifyResult
     | EngineGone
     | HeartbeatAck
+    | NcclToConsumer
 )
 
 

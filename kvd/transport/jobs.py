@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
 
 from kvd.core.instructions import Piece
 from kvd.errors import MemoryRefused
@@ -97,3 +99,62 @@ class Outcome:
         if isinstance(self._result, TransportError):
             raise self._result
         return self._result
+
+
+@dataclass(slots=True)
+class _Run:
+    fetch_id: str
+    task: asyncio.Task[int]
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Running:
+    """The jobs of one puller that run as coroutines: each is over before its caller goes on."""
+
+    def __init__(self) -> None:
+        self._runs: dict[int, _Run] = {}
+        self._closed = False
+
+    async def run(self, job: PullJob, pull: Callable[[], Coroutine[Any, Any, int]]) -> int:
+        """The job's result. A caller that is cancelled still waits for its end."""
+        if self._closed:
+            raise TransportError(Code.CANCELLED, "the attachment is closed")
+        if job.job in self._runs:
+            raise TransportError(Code.DUPLICATE, f"job {job.job} is running")
+        task = asyncio.ensure_future(pull())
+        self._runs[job.job] = _Run(job.fetch_id, task)
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            while not task.done():
+                try:
+                    await asyncio.wait({task})
+                except asyncio.CancelledError as exc:
+                    cancelled = exc
+        finally:
+            del self._runs[job.job]
+        if cancelled is not None:
+            task.exception()  # it is nobody's any more
+            raise cancelled
+        return task.result()
+
+    def stop(self, fetch_id: str) -> None:
+        """Asks the fetch's jobs to end soon."""
+        for run in self._runs.values():
+            if run.fetch_id == fetch_id:
+                run.stopped.set()
+
+    def stop_event(self, job: PullJob) -> asyncio.Event:
+        """Set once the job is to end soon."""
+        return self._runs[job.job].stopped
+
+    def stopped(self, job: PullJob) -> bool:
+        return self._runs[job.job].stopped.is_set()
+
+    async def aclose(self) -> None:
+        """Stops all of them; returns when they are over."""
+        self._closed = True
+        for run in self._runs.values():
+            run.stopped.set()
+        while tasks := [run.task for run in self._runs.values()]:
+            await asyncio.wait(tasks)
+            await asyncio.sleep(0)

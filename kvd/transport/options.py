@@ -18,6 +18,7 @@ class TransportOptions:
     """
 
     transport: str = "auto"
+    device: str = "cpu"
     shm_threads: int = 2
     tcp_streams: int = 2
     tcp_congestion: str = ""
@@ -28,6 +29,15 @@ class TransportOptions:
     max_data_connections_per_peer: int = 256
     first_frame_s: float = 5.0
     idle_s: float = 300.0
+    gpu_hang_s: float = 30.0
+    nccl_max_comms: int = 16
+    nccl_chunk_bytes: int = 8 * 2**20
+    nccl_ring: int = 4
+    nccl_max_ctas: int = 4
+    nccl_channels: int = 0
+    nccl_interface: str = ""
+    nccl_init_timeout_s: float = 8.0
+    nccl_abort_timeout_s: float = 10.0
     verify: str = "off"
 
     @property

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import structlog
+
 from kvd.memory.engine import EngineMemory
 from kvd.protocol.codes import Code
 from kvd.transport.base import TransportError
 from kvd.transport.copy_pool import CopyPool
+from kvd.transport.gpu import nccl_missing
 from kvd.transport.options import TransportOptions
 from kvd.transport.pulse import Pulse
 from kvd.transport.shm import ShmPuller
@@ -16,13 +19,13 @@ from kvd.transport.tcp_puller import TcpPuller
 from kvd.transport.tcp_server import TcpServer
 from kvd.transport.tcp_socket import check_congestion
 
+log = structlog.get_logger("kvd.transport")
+
 BUILT_IN = ("shm", "tcp")
 """Best first."""
 
-NOT_BUILT = {
-    "cuda_ipc": "not built into this version; needs CUDA memory that both daemons can open",
-    "nccl": "not built into this version; needs CUDA and NCCL on both hosts",
-}
+OF_A_GPU = ("cuda_ipc", "nccl")
+"""Those of `kvd.transport.gpu`, which are there if the daemon has a GPU."""
 
 POOL_CLOSE_S = 5.0
 
@@ -33,18 +36,29 @@ def available(options: TransportOptions) -> list[str]:
     "auto" gives all that work here; a name gives that one alone, or raises TransportError
     (TRANSPORT_UNAVAILABLE with the reason): what was asked for is never silently replaced.
     """
-    if options.transport == "auto":
-        return list(BUILT_IN)
-    check_name(options.transport)
-    return [options.transport]
+    if options.transport != "auto":
+        check_name(options.transport, options.device, options.nccl_interface)
+        return [options.transport]
+    names = [*OF_A_GPU, *BUILT_IN] if options.device != "cpu" else list(BUILT_IN)
+    missing = nccl_missing(options.nccl_interface) if "nccl" in names else ""
+    if missing:
+        log.warning("no_nccl", detail=missing, effect="GPUs of two hosts use tcp")
+        names.remove("nccl")
+    return names
 
 
-def check_name(name: str) -> None:
-    """Raises TransportError (TRANSPORT_UNAVAILABLE) unless the transport is built in."""
+def check_name(name: str, device: str = "cpu", interface: str = "") -> None:
+    """Raises TransportError (TRANSPORT_UNAVAILABLE) unless the transport can be had here."""
     if name in BUILT_IN:
         return
-    reason = NOT_BUILT.get(name, f"unknown; there are {', '.join((*BUILT_IN, *NOT_BUILT))}")
-    raise TransportError(Code.TRANSPORT_UNAVAILABLE, f"transport {name!r}: {reason}")
+    if name not in OF_A_GPU:
+        reason = f"unknown; there are {', '.join((*BUILT_IN, *OF_A_GPU))}"
+    elif device == "cpu":
+        reason = "moves KV of GPUs; this daemon has none (--device cuda:N)"
+    else:
+        reason = nccl_missing(interface) if name == "nccl" else ""
+    if reason:
+        raise TransportError(Code.TRANSPORT_UNAVAILABLE, f"transport {name!r}: {reason}")
 
 
 class Transports:

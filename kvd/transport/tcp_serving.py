@@ -10,7 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from kvd.errors import MemoryRefused
+from kvd.errors import KvdError, MemoryRefused
+from kvd.memory.engine import Stager
 from kvd.memory.plan import addresses
 from kvd.protocol.codes import Code
 from kvd.protocol.types import NULL_BLOCK
@@ -76,6 +77,7 @@ class Connection:
         self._channel: Channel = PlainChannel(sock)
         self._lock = threading.Lock()
         self._closed = False
+        self._stager: Stager | None = None
         self._known = False  # it has shown a ticket of ours
         self._progress = time.monotonic()
 
@@ -92,6 +94,13 @@ class Connection:
 
     def run(self) -> str:
         """Serves until the end; returns why the connection was dropped, "" if it ended well."""
+        try:
+            return self._run()
+        finally:
+            if self._stager is not None:
+                self._stager.close()
+
+    def _run(self) -> str:
         options = self._server.options
         accepted = time.monotonic()
         state = "first_frame"
@@ -180,6 +189,7 @@ class Connection:
         fault = self._fault(view, request)
         if fault is not None:
             raise fault
+        stretches = self._in_host_memory(view, stretches, checked=request.checked)
         head = np.frombuffer(pack_head(Head(Kind.DATA, request.request, request.nbytes)), np.uint8)
         vector = Vector(np.concatenate((stretch(head), stretches)))
         while vector.left:
@@ -202,20 +212,21 @@ class Connection:
     def _unfaulted(self, view: TicketView, request: Request) -> bool:
         return self._fault(view, request) is None
 
-    def _fault(self, view: TicketView, request: Request) -> Refusal | None:
-        if view.memory.closing:
-            return Refusal(Code.ENGINE_GONE, "the producer engine is gone")
-        if self._server.ticket(request.ticket) is None:
-            return Refusal(Code.RELEASED, "the ticket was closed")
+    def _in_host_memory(
+        self, view: TicketView, stretches: Stretches, *, checked: bool
+    ) -> Stretches:
         try:
-            word = view.memory.fence_word(view.fence_slot)
-        except MemoryRefused as exc:
-            return Refusal(Code.FENCED, exc.detail)
-        if word != view.fence_word:
-            return Refusal(
-                Code.FENCED, f"fence slot {view.fence_slot}: {word:#x}, not {view.fence_word:#x}"
-            )
-        return None
+            if self._stager is None:
+                self._stager = view.memory.stager()
+            if self._stager is not None and checked:
+                raise Refusal(Code.UNSUPPORTED, "verify: the producer's memory is on a GPU")
+            # All of it at once: from here on nothing but the fence looks at the engine's memory.
+            return stretches if self._stager is None else self._stager.take(stretches)
+        except KvdError as exc:
+            raise Refusal(exc.code, exc.detail) from None
+
+    def _fault(self, view: TicketView, request: Request) -> Refusal | None:
+        return fault(view, open_=self._server.ticket(request.ticket) is not None)
 
     def _send(self, data: bytes) -> None:
         buffer = np.frombuffer(data, np.uint8)
@@ -240,6 +251,23 @@ class Connection:
 
 def _pack(kind: Kind, request: Request, why: Refusal) -> bytes:
     return pack_head(Head(kind, request.request, 0, why.code, why.detail))
+
+
+def fault(view: TicketView, *, open_: bool) -> Refusal | None:
+    """Why the view's blocks must not be, or have not been, read now. `open_`: the ticket is."""
+    if view.memory.closing:
+        return Refusal(Code.ENGINE_GONE, "the producer engine is gone")
+    if not open_:
+        return Refusal(Code.RELEASED, "the ticket was closed")
+    try:
+        word = view.memory.fence_word(view.fence_slot)
+    except MemoryRefused as exc:
+        return Refusal(Code.FENCED, exc.detail)
+    if word != view.fence_word:
+        return Refusal(
+            Code.FENCED, f"fence slot {view.fence_slot}: {word:#x}, not {view.fence_word:#x}"
+        )
+    return None
 
 
 def resolve(view: TicketView, request: Request) -> Stretches:

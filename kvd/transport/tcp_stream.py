@@ -10,12 +10,14 @@ from functools import partial
 
 import numpy as np
 
+from kvd.errors import KvdError
+from kvd.memory.engine import Stager
 from kvd.memory.plan import addresses
 from kvd.protocol.codes import Code
 from kvd.transport.base import TransportError
 from kvd.transport.channel import Channel, PlainChannel, TlsProblem
 from kvd.transport.checksum import Checksum, blocks_crc
-from kvd.transport.iov import Vector
+from kvd.transport.iov import Stretches, Vector, stretch
 from kvd.transport.options import TransportOptions
 from kvd.transport.pulse import Pulse
 from kvd.transport.tcp_jobs import Chunk, Queue, State
@@ -41,6 +43,8 @@ from kvd.transport.tcp_wire import (
     unpack_crc,
     unpack_head,
 )
+
+NOTHING: Stretches = np.empty((0, 2), np.uint64)
 
 AHEAD = 2
 """Requests under way on one stream, so that the link does not idle between them."""
@@ -84,6 +88,7 @@ class Stream:
         self._asked: deque[Chunk] = deque()
         self._out = bytearray()
         self._unsent: deque[int] = deque()  # bytes of each request that is not fully sent
+        self._stager: Stager | None = None
         self._scratch = np.empty(2**20, np.uint8)
         self.connects = 0
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -114,6 +119,8 @@ class Stream:
         finally:
             self._disconnect()
             self._group.pulse.idle()
+            if self._stager is not None:
+                self._stager.close()
 
     def _ask(self) -> bool:
         """Fills up the requests under way; False when the queue was closed."""
@@ -267,11 +274,19 @@ class Stream:
         request = chunk.request
         landing = self._queue.begin_landing(chunk)
         local = self._queue.local
+        stager: Stager | None = None
+        stretches = NOTHING
         if landing:
             stretches = addresses(
                 local, request.group, request.first_layer, request.num_layers, chunk.dst
             )
-            vector = Vector(stretches)
+            if self._stager is None:
+                self._stager = self._queue.local.stager()
+            stager = self._stager
+            if stager is None:
+                vector = Vector(stretches)
+            else:
+                vector = Vector(stretch(stager.room(request.nbytes)))
         else:
             vector = Vector.repeated(self._scratch, request.nbytes)
         self._group.pulse.busy()
@@ -297,6 +312,8 @@ class Stream:
                 raise Ended
         crc: Checksum | None = None
         if landing:
+            if stager is not None:
+                stager.put(stretches)
             if request.checked:
                 # While it is LANDING the job keeps the memory pinned.
                 wanted = partial(self._wanted, chunk)
@@ -360,6 +377,8 @@ class Stream:
             why = str(exc) or repr(exc)
         known = isinstance(exc, Stalled | Ended | OSError | BadFrame)
         code = Code.TRANSPORT_ERROR if known else Code.INTERNAL
+        if isinstance(exc, KvdError):  # of a GPU, whose copies have ended all the same
+            code, why = exc.code, exc.detail
         error = TransportError(code, f"{self._group.where}: {why}")
         first, *others = asked
         if isinstance(exc, Stalled) and self._queue.still_for() >= timeout:

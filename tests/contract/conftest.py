@@ -7,9 +7,19 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
 
-from tests.contract.harness import HARNESSES, Harness
-from tests.contract.rig import Rig, Shape
+from tests.contract.harness import HARNESSES as HOST_HARNESSES
+from tests.contract.harness import Harness
+from tests.contract.rig import Rig, Shape, Side
 from tests.contract.tcp_rig import RawClient
+from tests.cuda.harness import CudaIpcHarness, NcclHarness, TcpCudaHarness, VmmHarness
+
+HARNESSES = {
+    **HOST_HARNESSES,
+    "cuda_ipc": CudaIpcHarness,
+    "vmm": VmmHarness,
+    "nccl": NcclHarness,
+    "tcp_cuda": TcpCudaHarness,
+}
 
 Connect = Callable[..., AbstractAsyncContextManager[tuple[Rig, Harness]]]
 
@@ -30,7 +40,8 @@ def connect(transport: str, monkeypatch: pytest.MonkeyPatch) -> Connect:
         num_blocks: tuple[int, int] = (40, 48),
         styles: tuple[str, str] = ("layers", "layers"),
     ) -> AsyncIterator[tuple[Rig, Harness]]:
-        rig = Rig.make(shape, num_blocks, styles)
+        side = getattr(HARNESSES[transport], "side", Side)
+        rig = Rig.make(shape, num_blocks, styles, side)
         try:
             harness = HARNESSES[transport](rig, monkeypatch)
             try:

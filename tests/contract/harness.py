@@ -178,10 +178,13 @@ class TcpHarness:
     def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
         self._rig = rig
-        self._local = rig.dst.open(writable=True)
-        self.fence_memory = rig.src.open(writable=True)
+        self._local, self.fence_memory = self.open_both(rig)
         self.server = TcpServer(self.host, 0, self.options)
         self._pullers: list[Puller] = []
+
+    def open_both(self, rig: Rig) -> tuple[EngineMemory, EngineMemory]:
+        """The consumer's and the producer's memory."""
+        return rig.dst.open(writable=True), rig.src.open(writable=True)
 
     def puller(self) -> TcpPuller:
         options = replace(self.options, verify="crc" if self.checked else "off")

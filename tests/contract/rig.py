@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -83,20 +83,27 @@ class Side:
         self._maps: list[mmap.mmap] = []
         self._fds: list[int] = []
         self.segments: list[Bytes] = []
-        for i, size in enumerate([*sizes, 8 * SLOTS]):
-            fd = os.memfd_create(f"kvd-test-{i}", os.MFD_CLOEXEC)
-            os.ftruncate(fd, size)
-            self._fds.append(fd)
-            mapped = mmap.mmap(fd, size)
-            self._maps.append(mapped)
-            self.segments.append(np.frombuffer(mapped, np.uint8))
-        self.fence: NDArray[np.uint64] = self.segments.pop().view(np.uint64)
+        self.infos = self.make_segments(sizes)
+        self.fence: NDArray[np.uint64] = self.shared(8 * SLOTS).view(np.uint64)
         self.fence[SLOT] = WORD
-        self.infos = [
+        self._opened: list[EngineMemory] = []
+
+    def make_segments(self, sizes: list[int]) -> list[SegmentInfo]:
+        """Fills `segments`, and describes them."""
+        self.segments = [self.shared(size) for size in sizes]
+        return [
             SegmentInfo(segment=i, kind="memfd", nbytes=size, device="cpu")
             for i, size in enumerate(sizes)
         ]
-        self._opened: list[EngineMemory] = []
+
+    def shared(self, nbytes: int) -> Bytes:
+        """Memory with a descriptor of its own."""
+        fd = os.memfd_create("kvd-test", os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+        self._fds.append(fd)
+        mapped = mmap.mmap(fd, nbytes)
+        self._maps.append(mapped)
+        return np.frombuffer(mapped, np.uint8)
 
     def descriptors(self) -> list[int]:
         """Open for writing, the fence table's last; they stay the side's."""
@@ -133,26 +140,26 @@ class Side:
         return all(bool((segment == UNTOUCHED).all()) for segment in self.segments)
 
     def open(self, *, writable: bool) -> EngineMemory:
-        fds = [os.dup(fd) for fd in self._fds]
-        memory = EngineMemory.open(
-            segments=list(zip(self.infos, fds[:-1], strict=True)),
+        return self.open_fds([os.dup(fd) for fd in self._fds], writable=writable)
+
+    def open_shared(self, owner: EngineMemory) -> EngineMemory:
+        """As a peer's daemon opens it: from the descriptors that `share` made."""
+        return self.open_fds(owner.share(), writable=False)
+
+    def open_fds(
+        self,
+        fds: list[int],
+        *,
+        writable: bool,
+        opener: Callable[..., EngineMemory] = EngineMemory.open,
+    ) -> EngineMemory:
+        own = iter(fds)
+        memory = opener(
+            segments=[(info, next(own) if info.has_fd else -1) for info in self.infos],
             layers=self.layers,
             num_blocks=self.num_blocks,
             fence=(fds[-1], SLOTS),
             writable=writable,
-        )
-        self._opened.append(memory)
-        return memory
-
-    def open_shared(self, owner: EngineMemory) -> EngineMemory:
-        """As a peer's daemon opens it: from the descriptors that `share` made."""
-        fds = owner.share()
-        memory = EngineMemory.open(
-            segments=list(zip(self.infos, fds[:-1], strict=True)),
-            layers=self.layers,
-            num_blocks=self.num_blocks,
-            fence=(fds[-1], SLOTS),
-            writable=False,
         )
         self._opened.append(memory)
         return memory
@@ -181,9 +188,13 @@ class Rig:
 
     @classmethod
     def make(
-        cls, shape: Shape, num_blocks: tuple[int, int], styles: tuple[str, str] = ("layers",) * 2
+        cls,
+        shape: Shape,
+        num_blocks: tuple[int, int],
+        styles: tuple[str, str] = ("layers",) * 2,
+        side: Callable[[Shape, int, str], Side] = Side,
     ) -> Rig:
-        src, dst = (Side(shape, n, s) for n, s in zip(num_blocks, styles, strict=True))
+        src, dst = (side(shape, n, s) for n, s in zip(num_blocks, styles, strict=True))
         src.fill()
         dst.wipe()
         return cls(src, dst)

@@ -22,8 +22,8 @@ def test_auto_is_best_first_and_a_name_is_that_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("cuda_ipc", "not built into this version; needs CUDA"),
-        ("nccl", "not built into this version; needs CUDA and NCCL"),
+        ("cuda_ipc", "this daemon has none"),
+        ("nccl", "this daemon has none"),
         ("rdma", "unknown; there are shm, tcp, cuda_ipc, nccl"),
     ],
 )

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from connector_shim.client import Client
 from connector_shim.errors import ClientError
 from connector_shim.events import Down, Event, Up
-from connector_shim.memory import shared_blocks
+from connector_shim.memory import MemoryDescription, shared_blocks
 from kvd.protocol import local
 from kvd.protocol.types import PeerAddr, Rank
 
@@ -66,9 +66,7 @@ class Engine:
     ) -> None:
         self.engine_id = engine_id
         self.seed = seed
-        description, self.mapping = shared_blocks(
-            num_layers, num_blocks, block_bytes, block_size=BLOCK_SIZE, model=model
-        )
+        description, self.mapping = self.make_memory(num_layers, num_blocks, block_bytes, model)
         if changes:
             geometry = msgspec.structs.replace(description.geometry, **changes)
             description = replace(description, geometry=geometry)
@@ -88,6 +86,14 @@ class Engine:
         description.close()
         self.events: list[Event] = []
         self.done: dict[str, local.FetchDone] = {}
+
+    def make_memory(
+        self, num_layers: int, num_blocks: int, block_bytes: int, model: str
+    ) -> tuple[MemoryDescription, Any]:
+        """The memory, described, and a buffer over it that can be closed."""
+        return shared_blocks(
+            num_layers, num_blocks, block_bytes, block_size=BLOCK_SIZE, model=model
+        )
 
     def fill(self) -> None:
         """Writes what a producer holds; wipes a consumer."""
@@ -287,7 +293,7 @@ class Commands:
         }
 
 
-def main() -> int:
+def main(make: type[Engine] = Engine, commanded: type[Commands] = Commands) -> int:
     buffer = b""
     while b"\n" not in buffer:
         part = os.read(sys.stdin.fileno(), 2**16)
@@ -295,8 +301,8 @@ def main() -> int:
             return 0
         buffer += part
     setup, _, buffer = buffer.partition(b"\n")
-    engine = Engine(**json.loads(setup))
-    commands = Commands(engine)
+    engine = make(**json.loads(setup))
+    commands = commanded(engine)
     try:
         while True:
             fds = [sys.stdin.fileno()]

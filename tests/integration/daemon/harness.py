@@ -174,11 +174,13 @@ class Daemon(Process):
 class EngineProcess(Process):
     """`tests.integration.daemon.engine` in a process of its own."""
 
+    module = "tests.integration.daemon.engine"
+
     def __init__(self, name: str, folder: Path, socket: str, engine_id: str, **setup: Any) -> None:
         super().__init__(
             name,
             folder,
-            [sys.executable, "-m", "tests.integration.daemon.engine"],
+            [sys.executable, "-m", self.module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

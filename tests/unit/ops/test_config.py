@@ -136,11 +136,11 @@ def test_service_links_of_kubernetes_are_no_mistakes() -> None:
         ("data_timeout_s", "0", "must be a number above 0 to 3600 (s), got '0'"),
         ("max_job_bytes", "32MiB", "must be a whole number from 4096 to 1099511627776 (bytes)"),
         ("insecure", "maybe", "must be true or false, got 'maybe'"),
-        ("transport", "smh", "must be one of auto, shm, tcp, got 'smh' (did you mean shm?)"),
-        ("transport", "nccl", "is not available in this version"),
-        ("transport", "cuda_ipc", "is not available in this version"),
-        ("device", "cuda:0", "is not available in this version"),
-        ("device", "gpu", "must be cpu"),
+        ("transport", "smh", "must be one of auto, shm, tcp, cuda_ipc, nccl, got 'smh'"),
+        ("transport", "nccl", "nccl moves KV of GPUs, and device is cpu"),
+        ("transport", "cuda_ipc", "cuda_ipc moves KV of GPUs, and device is cpu"),
+        ("device", "cuda", "must be cpu, cuda:N or cuda:GPU-UUID"),
+        ("device", "gpu", "must be cpu, cuda:N or cuda:GPU-UUID"),
         ("log_level", "loud", "must be one of debug, info, warning, error, got 'loud'"),
         ("log_format", "xml", "must be one of auto, json, console, got 'xml'"),
         ("listen", "127.0.0.1", "has no port; write 127.0.0.1:port"),
@@ -236,6 +236,13 @@ def test_a_named_transport_is_the_only_one(transport: str, expected: tuple[str, 
     assert load({"transport": transport}, None, {}).core().transports == expected
 
 
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:GPU-01234567-89ab-cdef-0123-456789abcdef"])
+def test_a_gpu_has_transports_of_its_own(device: str) -> None:
+    assert load({"device": device}, None, {}).transports == ("cuda_ipc", "nccl", "shm", "tcp")
+    named = load({"device": device, "transport": "nccl"}, None, {})
+    assert named.transports == ("nccl",)
+
+
 def test_the_core_has_all_its_settings_here_with_the_same_defaults() -> None:
     assert Settings().core() == CoreConfig()
     changed: dict[str, object] = {
@@ -265,7 +272,7 @@ def test_every_setting_is_described() -> None:
             ("_s", "_bytes")
         )
     by_name = {d.name: d for d in docs}
-    assert by_name["transport"].choices == ("auto", "shm", "tcp")
+    assert by_name["transport"].choices == ("auto", "shm", "tcp", "cuda_ipc", "nccl")
     assert by_name["data_listen"].flag == "--data-listen"
     assert by_name["data_listen"].env == "KVD_DATA_LISTEN"
 

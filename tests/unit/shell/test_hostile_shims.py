@@ -152,7 +152,14 @@ async def test_received_descriptors_are_not_inherited(shell: Shell) -> None:
         ([hello(), local.AddSegment(0, "memfd", 4096)], Code.BAD_MESSAGE),
         ([hello(), local.AddFence(16)], Code.BAD_MESSAGE),
         ([hello(), local.AddFence(0)], Code.BAD_MEMORY),
-        ([hello(), local.AddSegment(0, "cuda_ipc", 4096, "cuda:0", b"x")], Code.BAD_MEMORY),
+        (
+            [
+                hello(),
+                local.AddSegment(0, "cuda_ipc", 4096, "cuda:0", b"x"),
+                local.Register(geometry(), 8),
+            ],
+            Code.UNSUPPORTED,
+        ),
         ([hello(), local.Register(geometry(), 8)], Code.BAD_MEMORY),
         ([hello(proto_major=PROTO_MAJOR + 1)], Code.VERSION_MISMATCH),
     ],

@@ -454,8 +454,8 @@ class Settings(BaseSettings):
     def _together(self) -> Settings:
         if self.verify != "off" and self.device != "cpu":
             raise ValueError(
-                "verify: checksums are made by the CPU, which cannot read memory of a GPU; leave it "
-                "off where device is not cpu"
+                "verify: checksums are made by the CPU, which cannot read memory of a GPU; leave "
+                "it off where device is not cpu"
             )
         if self.transport in GPU_TRANSPORTS and self.device == "cpu":
             raise ValueError(

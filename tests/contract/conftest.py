@@ -13,7 +13,7 @@ from tests.contract.rig import Rig, Shape, Side
 from tests.contract.tcp_rig import RawClient
 from tests.cuda.harness import CudaIpcHarness, NcclHarness, TcpCudaHarness, VmmHarness
 
-HARNESSES = {
+HARNESSES: dict[str, Callable[[Rig, pytest.MonkeyPatch], Harness]] = {
     **HOST_HARNESSES,
     "cuda_ipc": CudaIpcHarness,
     "vmm": VmmHarness,

@@ -15,11 +15,21 @@ from kvd.transport.base import TransportError
 from kvd.transport.tcp_puller import TcpPuller
 from kvd.transport.tcp_wire import PREAMBLE_BYTES, BadFrame, check_preamble
 from tests.contract.conftest import Connect
+from tests.contract.harness import HARNESSES
 from tests.contract.rig import SLOT, STYLES, Rig, Shape
 from tests.contract.tcp_rig import OPTIONS
 
 SHAPE = Shape((*((0, (512,)) for _ in range(4)), (1, (64, 96)), (0, (512,))))
 FLAT = Shape(tuple((0, (512,)) for _ in range(4)))
+
+
+@pytest.fixture(params=list(HARNESSES))
+def transport(request: pytest.FixtureRequest) -> str:
+    """Those of host memory: what is on a GPU has no checksums, and settings refuse them there."""
+    name: str = request.param
+    return name
+
+
 DAMAGE = pytest.mark.parametrize("damage", ["flip", "swap"])
 
 

@@ -78,7 +78,18 @@ class Opening:
         await self.inner.aclose()
 
 
-class CudaIpcHarness:
+class Unchecked:
+    """Memory of a GPU has no checksums."""
+
+    checked = False
+
+    def flip(self) -> None:
+        raise NotImplementedError
+
+    swap = flip
+
+
+class CudaIpcHarness(Unchecked):
     name = "cuda_ipc"
     side = CudaSide
     version = 13_000
@@ -251,7 +262,7 @@ class TcpCudaHarness(TcpHarness):
                 assert driver.live[what] == 0, driver.live
 
 
-class NcclHarness:
+class NcclHarness(Unchecked):
     name = "nccl"
     side = CudaSide
     options = TransportOptions(

@@ -35,11 +35,23 @@ def has_gpu() -> bool:
 no_gpu = pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
 
 
-@pytest.mark.parametrize("what", ["kvd", "kvd.daemon", "kvd.cli", "connector_shim.wiring"])
-def test_importing_it_imports_no_cuda(what: str) -> None:
+@pytest.mark.parametrize(
+    ("first", "what"),
+    [
+        ("sys", "kvd"),
+        ("sys", "kvd.daemon"),
+        ("sys", "kvd.cli"),
+        ("sys", "connector_shim"),
+        ("sys", "connector_shim.client"),
+        ("torch", "connector_shim.wiring"),  # torch itself imports cuda.bindings where it is
+        ("torch", "connector_shim.connector"),
+    ],
+)
+def test_importing_it_imports_no_cuda(first: str, what: str) -> None:
     ran = python(
-        f"import sys, {what}\n"
-        "print([m for m in sys.modules if m.split('.')[0] in ('cuda', 'nccl')])"
+        f"import sys, {first}\n"
+        "ours = lambda: {m for m in sys.modules if m.split('.')[0] in ('cuda', 'nccl')}\n"
+        f"before = ours()\nimport {what}\nprint(sorted(ours() - before))"
     )
     assert ran.stdout.splitlines()[-1:] == ["[]"], ran.stderr
 

@@ -241,6 +241,8 @@ def test_a_gpu_has_transports_of_its_own(device: str) -> None:
     assert load({"device": device}, None, {}).transports == ("cuda_ipc", "nccl", "shm", "tcp")
     named = load({"device": device, "transport": "nccl"}, None, {})
     assert named.transports == ("nccl",)
+    with pytest.raises(ConfigError, match="verify: checksums are made by the CPU"):
+        load({"device": device, "verify": "crc"}, None, {})
 
 
 def test_the_core_has_all_its_settings_here_with_the_same_defaults() -> None:

@@ -216,6 +216,33 @@ async def test_late_completion_of_a_receive(bench: tuple[Rig, Bench]) -> None:
     await works(rig, harness)
 
 
+async def test_stopped_while_bytes_are_under_way(bench: tuple[Rig, Bench]) -> None:
+    """They still come, into staging; no block is touched, and the communicator goes on."""
+    rig, harness = bench
+    for one in (harness.daemons.consumer, harness.daemons.producer):
+        one._options = replace(one._options, data_timeout_s=WITHIN_S)
+    puller = harness.puller()
+    await puller.pull(rig.job(rig.piece(0, [0], [0])))
+    rig.dst.wipe()
+    hang = Hang()
+    harness.hangs.append(hang)
+    harness.daemons.producer_nccl.script.add("send", hang)
+    pull = asyncio.ensure_future(puller.pull(rig.job(rig.piece(0, [1], [1], indices=[1]))))
+    assert await asyncio.to_thread(hang.reached.wait, WITHIN_S)
+    puller.stop("fetch")
+    with pytest.raises(TransportError) as caught:
+        await pull
+    assert caught.value.code == Code.CANCELLED
+    assert rig.dst.untouched()
+    hang.release()
+    link = await harness.daemons.consumer.link(ADDR)
+    await wait_for_async(lambda: link.late_bytes == BLOCK, what="the late bytes")
+    assert puller.statistics()["late_bytes"] == BLOCK
+    assert rig.dst.untouched()
+    await works(rig, harness)
+    assert harness.daemons.count(wire.NcclOpen) == 1
+
+
 async def test_late_gathering_is_a_failure(bench: tuple[Rig, Bench]) -> None:
     rig, harness = bench
     gate = harness.gate(0)

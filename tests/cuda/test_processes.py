@@ -15,10 +15,11 @@ from connector_shim.device_memory import DeviceExporter
 from connector_shim.memory import MemoryDescription
 from kvd.protocol.codes import Code
 from kvd.protocol.types import PeerAddr
+from tests.cuda.daemon import HANGS
 from tests.cuda.fake_driver import EXPORTABLE, LEGACY, FakeDriver
 from tests.cuda.sides import OFFSET, fake_gpu
 from tests.integration.daemon.conftest import Site
-from tests.integration.daemon.engine import Engine
+from tests.integration.daemon.engine import EMPTY, Engine
 from tests.integration.daemon.harness import Daemon
 
 LAYERS, BLOCK_BYTES = 4, 4096
@@ -144,6 +145,24 @@ def test_a_producer_that_is_killed_fails_the_fetch_and_nothing_else(site: GpuSit
     done = consumer.fetch("t2", list(PAIRS), remote=at, engine_id="p")
     assert done.code == Code.OK, done
     assert consumer.wrong(4, PAIRS) == 0
+
+
+def test_a_gpu_that_hangs_ends_its_daemon_and_not_its_engine(site: GpuSite) -> None:
+    p = site.gpu_daemon("p", 0, transport="cuda_ipc")
+    d = site.gpu_daemon(
+        "d", 0, transport="cuda_ipc", gpu_hang_s=1.0, env={HANGS: "cuMemcpyBatchAsync"}
+    )
+    producer = site.gpu_engine(p, "p", seed=3, gpu=0, kind=LEGACY)
+    consumer = site.gpu_engine(d, "d", gpu=0, kind=LEGACY)
+    at = producer.up()
+    consumer.up()
+    done = move(producer, consumer, at)
+    assert done.code in (Code.DAEMON_GONE, Code.DRAINING), done
+    assert d.wait() != 0
+    assert any("has not ended for" in str(line) for line in d.lines("task_failed")) or (
+        "has not ended for" in d.tail()
+    )
+    assert (consumer.words == EMPTY).all()
 
 
 def test_an_engine_on_another_gpu_than_its_daemon_is_refused(site: GpuSite) -> None:

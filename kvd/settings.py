@@ -10,7 +10,7 @@ import re
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -29,6 +29,8 @@ from kvd.addresses import (
     parse_network,
 )
 from kvd.core.config import CoreConfig
+from kvd.settings_gpu import GpuSettings
+from kvd.settings_gpu import setting as _setting
 
 AUTO_TRANSPORTS = ("shm", "tcp")
 """What `transport = auto` may use for KV in host memory, best first."""
@@ -37,14 +39,6 @@ GPU_TRANSPORTS = ("cuda_ipc", "nccl")
 
 _CORE = CoreConfig()
 _DEVICE = re.compile(r"cuda:(?:[0-9]{1,3}|GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")
-
-
-def _setting(
-    default: Any, description: str, *, group: str, unit: str = "", shown: str = "", **bounds: Any
-) -> Any:
-    """A field; `shown` stands for a default that is found out at start."""
-    extra: dict[str, Any] = {"group": group, "unit": unit, "shown": shown}
-    return Field(default, description=description, json_schema_extra=extra, **bounds)
 
 
 def _core(name: str, description: str, *, unit: str = "", **bounds: Any) -> Any:
@@ -61,7 +55,7 @@ def _split(value: object) -> object:
     return value
 
 
-class Settings(BaseSettings):
+class Settings(GpuSettings):
     """All settings of the daemon. Building it reads neither environment nor files."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -183,58 +177,6 @@ class Settings(BaseSettings):
         'congestion control of data connections; "" leaves the system\'s',
         group="Data",
         pattern=r"^[a-z0-9_-]{0,15}$",
-    )
-    gpu_hang_s: float = _setting(
-        30.0,
-        "work on the GPU that does not end for this long makes the daemon exit, so that its "
-        "supervisor starts another",
-        group="Data",
-        unit="s",
-        ge=1,
-        le=3600,
-    )
-    nccl_max_comms: int = _setting(
-        16,
-        "communicators that may be there at once, one for each daemon asked and asking; the least "
-        "recently used goes",
-        group="Data",
-        ge=1,
-        le=256,
-    )
-    nccl_chunk_bytes: int = _setting(
-        8 * 2**20, "one staging buffer of the nccl transport", group="Data", unit="bytes",
-        ge=2**16, le=2**30,
-    )  # fmt: skip
-    nccl_ring: int = _setting(4, "staging buffers of one communicator", group="Data", ge=1, le=64)
-    nccl_max_ctas: int = _setting(
-        4, "thread blocks of the GPU that NCCL may take for one transfer", group="Data", ge=1, le=32
-    )
-    nccl_channels: int = _setting(
-        0, "network channels for each peer; 0 leaves it to NCCL", group="Data", ge=0, le=32
-    )
-    nccl_interface: str = _setting(
-        "",
-        "network interface of NCCL's own connections, as NCCL_SOCKET_IFNAME; \"\" is NCCL's choice",
-        group="Data",
-        pattern=r"^[A-Za-z0-9_.:=^,-]{0,255}$",
-    )
-    nccl_init_timeout_s: float = _setting(
-        8.0,
-        "how long making a communicator may take; below attach_timeout_s, another transport may "
-        "still be tried",
-        group="Data",
-        unit="s",
-        gt=0,
-        le=3600,
-    )
-    nccl_abort_timeout_s: float = _setting(
-        10.0,
-        "how long each step of ending a communicator may take; when none helps, the daemon exits, "
-        "so that its supervisor starts another",
-        group="Data",
-        unit="s",
-        gt=0,
-        le=3600,
     )
     data_timeout_s: float = _setting(
         10.0, "a data transfer without progress for this long fails", group="Data", unit="s",

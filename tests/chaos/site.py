@@ -56,6 +56,8 @@ class Keeper:
         self.name = name
         self.steady = name not in KILLABLE
         self.stopped = False
+        self.asked = False
+        """Asked by SIGTERM to end, which may come before it can take signals."""
         self.starts = 0
         self._folder = folder
         self._settings = {**SETTINGS, "transport": transport}
@@ -71,6 +73,7 @@ class Keeper:
 
     def _start(self) -> Daemon:
         self.starts += 1
+        self.asked = False
         where = contextlib.nullcontext() if self._cable is None else self._cable.inside(self._end)
         with where:
             return Daemon(self.name, self._folder, **self._settings)
@@ -87,6 +90,7 @@ class Keeper:
 
     def signal(self, number: signal.Signals) -> None:
         if self.daemon.popen.poll() is None:
+            self.asked |= number == signal.SIGTERM
             self.daemon.kill(number)
 
     def revive(self) -> int | None:
@@ -95,6 +99,8 @@ class Keeper:
         if status is None:
             return None
         self.stopped = False
+        if self.asked and status == -signal.SIGTERM:
+            status = 0
         self.daemon = self._start()
         return int(status)
 

@@ -164,4 +164,4 @@ def group_id(group: str) -> int | None:
     try:
         return int(group) if group.isascii() and group.isdigit() else grp.getgrnam(group).gr_gid
     except KeyError:
-        raise ValueError(f"there is no group {group} on this host") from None
+        raise ValueError(f"is {group!r}, a group that this host does not have") from None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+import structlog
+
 from kvd.addresses import parse_network
 from kvd.core.events import ClientMessage, Event, PeerMessage
 from kvd.core.instructions import ExtendTicket, OpenTicket
@@ -26,6 +28,8 @@ from kvd.transport.options import TransportOptions
 from kvd.transport.registry import Transports
 from kvd.transport.tcp_server import TcpServer
 
+log = structlog.get_logger("kvd.data")
+
 
 class DataPlane:
     """`start` before use; `aclose` at the end, once no puller is open any more."""
@@ -37,6 +41,8 @@ class DataPlane:
         self._allow = tuple(parse_network(text) for text in settings.allow_peers)
         files = (settings.tls_cert, settings.tls_key, settings.tls_ca)
         tls = load_tls(*files) if all(files) else None
+        if tls is not None and (problem := tls.problem()):
+            log.warning("tls_certificate", file=settings.tls_cert, detail=problem)
         try:
             self.transports = Transports(
                 TransportOptions(

@@ -9,7 +9,9 @@ import gc
 import json
 import os
 import resource
+import secrets
 import signal
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -162,22 +164,48 @@ class DiscoveryFile:
         self._path = Path(path) if path else None
 
     def write(self, content: dict[str, Any]) -> None:
-        """Appears whole or not at all. Raises BindError where it cannot be written."""
+        """Appears whole or not at all. Raises BindError where it cannot be written, and where
+        something else is there: that is left alone."""
         if self._path is None:
             return
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        if not self._replaceable():
+            raise BindError(
+                f"discovery_file {self._path} is there already, and no daemon wrote it: name "
+                "another path, or remove it"
+            )
+        temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}")
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(temporary, flags, 0o644)
+        except OSError as e:
+            raise self._failed(e) from None
+        try:
             with os.fdopen(fd, "w") as out:
                 out.write(json.dumps(content) + "\n")
             temporary.replace(self._path)
         except OSError as e:
             with contextlib.suppress(OSError):
                 temporary.unlink()
-            raise BindError(
-                f"cannot write discovery_file {self._path}: {os.strerror(e.errno or 0)}"
-            ) from None
+            raise self._failed(e) from None
+
+    def _failed(self, error: OSError) -> BindError:
+        return BindError(
+            f"cannot write discovery_file {self._path}: {os.strerror(error.errno or 0)}"
+        )
+
+    def _replaceable(self) -> bool:
+        """Nothing is there, or what a daemon has left behind."""
+        assert self._path is not None
+        try:
+            if not stat.S_ISREG(self._path.lstat().st_mode):
+                return False
+            found = json.loads(self._path.read_bytes() or b"{}")
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except (OSError, ValueError):
+            return False
+        return isinstance(found, dict) and (not found or {"pid", "socket"} <= found.keys())
 
     def remove(self) -> None:
         """Removes it if it is still ours."""

@@ -246,7 +246,7 @@ def check_tls(at: Surroundings) -> list[Finding]:
             return [ok("tls", "data connections stay on this host")]
         return [ok("tls", "data connections are plain; see docs/security.md")]
     try:
-        load_tls(settings.tls_cert, settings.tls_key, settings.tls_ca)
+        problem = load_tls(settings.tls_cert, settings.tls_key, settings.tls_ca).problem()
         mode = os.stat(settings.tls_key).st_mode & 0o077
     except (ConfigError, OSError) as e:
         return [
@@ -255,6 +255,15 @@ def check_tls(at: Surroundings) -> list[Finding]:
                 str(e),
                 why="the daemon does not start so",
                 fix="give PEM files that belong together (openssl x509 -in FILE -text shows one)",
+            )
+        ]
+    if problem:
+        return [
+            error(
+                "tls",
+                f"{settings.tls_cert}: {problem}",
+                why="daemons that trust the same tls_ca end connections with this one",
+                fix=f"issue a certificate that {settings.tls_ca} signed and that is valid now",
             )
         ]
     if mode:

@@ -85,6 +85,7 @@ def _one(args: argparse.Namespace) -> Target:
 
 def doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `kvd doctor`; those of the settings are added beside them."""
+    parser.epilog = "Exit status: 0 all well, 1 warnings, 2 errors."
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument("--quiet", action="store_true", help="only what is wrong")
     parser.add_argument(
@@ -167,7 +168,13 @@ def _watch(found: list[Target], interval: float) -> int:
         stamp = Text(f"{time.strftime('%H:%M:%S')}  every {interval:g} s, Ctrl-C ends", "dim")
         return Group(stamp, _view({str(t): _ask(t) for t in found}))
 
-    with Live(look(), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+    if not console.is_terminal:
+        # Into a file or a pipe: one view after the other.
+        while True:
+            console.print(look())
+            sys.stdout.flush()
+            time.sleep(interval)
+    with Live(look(), console=console, screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(interval)
             live.update(look(), refresh=True)

@@ -68,12 +68,20 @@ def _add(args: argparse.Namespace) -> int:
     addresses = tuple(a.strip() for text in args.address for a in text.split(",") if a.strip())
     try:
         keys.check_name(args.name)
-        keys.check_addresses(addresses)
         path = Path(args.key)
+        if len(args.key) != 40 and not path.exists():
+            raise KeysError(
+                f"keys add: {args.key!r} is neither a key (40 characters, as `kvd keys init` "
+                "prints it) nor a file with one"
+            )
         given = len(args.key) != 40 or path.is_file()
         key = keys.read_public(path).public if given else keys.parse_key(args.key)
     except ValueError as e:
         raise KeysError(f"keys add: {e}") from None
+    try:
+        keys.check_addresses(addresses)
+    except ValueError as e:
+        raise KeysError(f"keys add: --address {e}") from None
     made = keys.add(args.keys, args.name, key, addresses)
     print(f"{args.name} is trusted: {made}")
     return 0

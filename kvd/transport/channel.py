@@ -100,6 +100,9 @@ class PlainChannel:
         self._sock.close()
 
 
+HUNG_UP = "the other end hung up; `kvd doctor` there and here says if a certificate is the reason"
+
+
 class TlsChannel:
     """TLS over it. Bytes are encrypted from, and decrypted into, the blocks themselves."""
 
@@ -140,15 +143,28 @@ class TlsChannel:
         return self._move(vector, lambda window, n: self._sock.recv_into(window, n))
 
     def push(self, vector: iov.Vector, flags: int) -> int:
-        done = self._move(vector, lambda window, n: self._sock.send(memoryview(window)[:n]))
+        done = 0
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            done = self._move(vector, lambda window, n: self._sock.send(memoryview(window)[:n]))
         if not done:
-            raise BrokenPipeError(errno.EPIPE, "the other end hung up")
+            raise self._hung_up()
         return done
 
     def send(self, data: bytes) -> int:
-        with _plainly():
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError), _plainly():
             return self._sock.send(data[:RECORD_BYTES])
-        raise BrokenPipeError(errno.EPIPE, "the other end hung up")
+        raise self._hung_up()
+
+    def _hung_up(self) -> OSError:
+        """What the other end said before it did, which is often that it refuses us."""
+        try:
+            with _plainly():
+                self._sock.recv(1)
+        except TlsProblem as e:
+            return e
+        except OSError:
+            pass
+        return BrokenPipeError(errno.EPIPE, HUNG_UP)
 
     def stale(self) -> bool:
         # Nothing comes by itself: there are no session tickets, and TLS 1.3 knows no renegotiation.
@@ -231,10 +247,37 @@ class Tls:
             raise
         return channel
 
+    def problem(self) -> str:
+        """Why another end with the same files would not take our certificate; "" if it would."""
+        there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+        ends = (
+            self.client.wrap_bio(back, there),
+            self.server.wrap_bio(there, back, server_side=True),
+        )
+        for _ in range(4):
+            for end in ends:
+                try:
+                    end.do_handshake()
+                except ssl.SSLWantReadError:
+                    continue
+                except ssl.SSLCertVerificationError as e:
+                    return e.verify_message
+                except ssl.SSLError as e:
+                    return e.reason or str(e)
+        return ""
+
     @staticmethod
     def _wrap(context: ssl.SSLContext, sock: socket.socket, *, server_side: bool) -> TlsChannel:
         made = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
         return TlsChannel(made)
+
+
+_MEANS = {
+    "KEY_VALUES_MISMATCH": "the key is not the certificate's",
+    "NO_CERTIFICATE_ASSIGNED": "the key is not the certificate's",
+    "NO_CERTIFICATE_OR_CRL_FOUND": "there is no certificate in it; PEM is wanted",
+    "NO_START_LINE": "this is no PEM file",
+}
 
 
 def load_tls(cert: str, key: str, ca: str) -> Tls:
@@ -280,4 +323,5 @@ def _readable(sock: socket.socket) -> bool:
 
 
 def _why(error: OSError) -> str:
-    return str(getattr(error, "reason", "") or error.strerror or error)
+    reason = str(getattr(error, "reason", "") or "")
+    return _MEANS.get(reason, reason or error.strerror or str(error))

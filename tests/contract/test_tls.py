@@ -180,6 +180,24 @@ def test_files_that_cannot_be_used_are_named(
         load_tls(**{**files, broken: "/nowhere/at/all"})
 
 
+def test_a_key_that_is_not_the_certificates_is_said_to_be(
+    certificates: dict[str, Certificate],
+) -> None:
+    p, d = certificates["p"], certificates["d"]
+    with pytest.raises(ConfigError, match="the key is not the certificate's"):
+        load_tls(p.cert, d.key, p.ca)
+
+
+def test_a_certificate_that_others_would_refuse_is_known_at_the_start(
+    certificates: dict[str, Certificate], tmp_path: Path
+) -> None:
+    p, stranger = certificates["p"], certificates["stranger"]
+    assert tls(p).problem() == ""
+    assert "issuer" in load_tls(stranger.cert, stranger.key, p.ca).problem()
+    expired = issue(tmp_path, authority(tmp_path, "ours"), "expired", days=-1)
+    assert "expired" in tls(expired).problem()
+
+
 class _Tap:
     """Passes one connection after the other on to a port, and keeps what it sees."""
 

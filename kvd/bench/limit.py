@@ -11,6 +11,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -46,21 +47,36 @@ def build(folder: Path) -> Path:
     binary = folder / "limit"
     command = [compiler, "-O2", "-std=gnu11", "-pthread", "-o", str(binary), str(SOURCE)]
     try:
-        done = subprocess.run(
-            command,
-            # A compiler that is interrupted leaves its scratch files where the rest goes away.
-            env={**os.environ, "TMPDIR": str(folder)},
-            capture_output=True,
-            text=True,
-            timeout=COMPILE_TIMEOUT_S,
-            check=False,
-        )
+        status, said = _compile(command, folder)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LimitUnavailable(f"{compiler} did not run: {error}") from error
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    if status:
+        lines = said.strip().splitlines() or [f"exit status {status}"]
         raise LimitUnavailable(f"{compiler} failed: {lines[0]}")
     return binary
+
+
+def _compile(command: Sequence[str], folder: Path) -> tuple[int, str]:
+    """Exit status and stderr. Whatever ends it early ends the compiler's own children too."""
+    process = subprocess.Popen(
+        command,
+        # A compiler that is interrupted leaves its scratch files where the rest goes away.
+        env={**os.environ, "TMPDIR": str(folder)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _, said = process.communicate(timeout=COMPILE_TIMEOUT_S)
+    except BaseException:
+        if process.returncode is None:
+            # Not reaped yet, so the group is still its own. The pipe ends when all of it is gone.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        raise
+    return process.returncode, said
 
 
 @dataclass(frozen=True, slots=True)

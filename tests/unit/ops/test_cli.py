@@ -80,7 +80,7 @@ def test_config_check_names_mistakes() -> None:
     assert kvd("config", "check", "--device", "tpu") == (
         78,
         "",
-        "kvd: --device: 'tpu' must be cpu\n",
+        "kvd: --device: 'tpu' must be cpu, cuda:N or cuda:GPU-UUID\n",
     )
 
 

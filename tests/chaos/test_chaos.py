@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SECONDS = float(os.environ.get("KVDTEST_CHAOS_SECONDS", "30"))
+SECONDS = float(os.environ.get("KVDTEST_CHAOS_SECONDS", "20"))
 
 
 @pytest.mark.chaos

@@ -18,7 +18,7 @@ from tests.integration.demo_stack import Kept, Name, Traffic, alone, ask, check_
 
 pytestmark = [pytest.mark.vllm, pytest.mark.engine, pytest.mark.timeout(1800)]
 
-BUSY = 4
+BUSY = 3
 """Answers that must have come through before a daemon is hit, so that the stack is warm."""
 
 

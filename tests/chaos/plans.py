@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 BLOCK_SIZE = 16
 
-AIMED = 0.3
+AIMED = 0.35
 """Part of the transfers that are taken back just when they are read."""
 
 FaultKind = Literal[
@@ -87,12 +87,14 @@ class Transfers:
 
     def next(self) -> TransferPlan:
         rng = self._rng
+        aimed_s = rng.uniform(0.0, 0.005) if rng.random() < AIMED else None
         blocks = rng.randint(9, 24) if rng.random() < 0.3 else rng.randint(1, 6)
+        if aimed_s is not None:
+            blocks = rng.randint(16, 32)  # long enough to be hit
         tokens = BLOCK_SIZE * blocks - (rng.randrange(BLOCK_SIZE) if rng.random() < 0.5 else 0)
         streamed = rng.random() < 0.5
         takes_back = rng.random() < 0.3
         offer_late = rng.random() < 0.5
-        aimed_s = rng.uniform(0.0, 0.002) if rng.random() < AIMED else None
         # Taken back while it is being copied, more often than not.
         soon = rng.choice((0.002, 0.01, 0.05, 0.3))
         fetches = tuple(

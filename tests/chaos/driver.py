@@ -145,6 +145,7 @@ def main() -> int:
                 for run in runs:
                     print(run.site.logs())
         finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # closing is bounded, and goes to its end
             for run in runs:
                 run.site.close()
     print(json.dumps(result, indent=1))

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from connector_shim.jobs import Address, RankId, RankTable
+from connector_shim.jobs import Address, RankId, RankTable, ReleaseJob
 
 PARAMS_VERSION = 1
 OUR_KEY = "kvd"
@@ -33,6 +33,9 @@ class ParamsError(ValueError):
         self.detail = detail
 
 
+_Notice = TypeVar("_Notice", bound=ReleaseJob)
+
+
 @dataclass(frozen=True, slots=True)
 class RemotePrefill:
     """Where a prompt's KV lies, as far as the params tell.
@@ -50,6 +53,10 @@ class RemotePrefill:
     """Where every rank asks for its producer's address, where the params do not name them."""
     lease_s: float | None = None
     """How long the producer holds it for whom it does not hear of, if it said so."""
+
+    def notice(self, kind: type[_Notice]) -> _Notice:
+        """What to tell the producer of it."""
+        return kind(self.transfer_id, self.generation, self.engine_id, self.ranks, self.bootstrap)
 
 
 def wants(params: object, key: str) -> bool:

@@ -51,15 +51,7 @@ class Renewals:
             _, req_id = heapq.heappop(self._due)
             remote = self._waiting.get(req_id)
             if remote is not None:
-                jobs.append(
-                    RenewJob(
-                        remote.transfer_id,
-                        remote.generation,
-                        remote.engine_id,
-                        remote.ranks,
-                        remote.bootstrap,
-                    )
-                )
+                jobs.append(remote.notice(RenewJob))
                 self._plan(req_id, remote)
         return jobs
 

@@ -307,15 +307,7 @@ class SchedulerHalf:
             if not noted:
                 self.tally.note(f"params_{error.kind}", error.detail)
             return
-        self._releases.append(
-            ReleaseJob(
-                remote.transfer_id,
-                remote.generation,
-                remote.engine_id,
-                remote.ranks,
-                remote.bootstrap,
-            )
-        )
+        self._releases.append(remote.notice(ReleaseJob))
 
     def _missing_ranks(self, ranks: RankTable) -> str:
         named = {rank for rank, _ in ranks}

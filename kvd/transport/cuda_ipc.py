@@ -10,11 +10,10 @@ from typing import Any
 from kvd.errors import KvdError, MemoryRefused
 from kvd.memory.cuda.memory import DeviceMemory
 from kvd.memory.cuda.plan import Copies, batches, between, enqueue
-from kvd.memory.plan import check_same_layers
 from kvd.protocol.codes import Code
 from kvd.transport.base import PullJob, TransportError
 from kvd.transport.gpu_thread import GpuThread
-from kvd.transport.jobs import CheckedPiece, Running, check_job
+from kvd.transport.jobs import CheckedPiece, Running, check_job, check_mapped
 
 BATCH_BYTES = 64 * 2**20
 BATCH_COPIES = 4096
@@ -33,17 +32,7 @@ class CudaIpcPuller:
 
         Raises TransportError if the memories do not fit, or the remote one has no fence.
         """
-        if not local.writable:
-            raise TransportError(Code.BAD_MEMORY, "our own engine's memory is mapped read-only")
-        if remote.fence_slots == 0:
-            raise TransportError(
-                Code.TRANSPORT_UNAVAILABLE,
-                "cuda_ipc needs the producer's fence table, none was passed",
-            )
-        try:
-            check_same_layers(remote, local)
-        except MemoryRefused as exc:
-            raise TransportError(Code.BAD_MEMORY, exc.detail) from None
+        check_mapped("cuda_ipc", local, remote)
         self.local = local
         self.remote = remote
         self._thread = thread

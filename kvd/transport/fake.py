@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from kvd.errors import MemoryRefused
 from kvd.memory.engine import EngineMemory
-from kvd.memory.plan import check_same_layers, id_runs, uniform_runs
+from kvd.memory.plan import id_runs, uniform_runs
 from kvd.protocol.codes import Code
 from kvd.transport.base import PullJob, TransportError
 from kvd.transport.checksum import blocks_crc
-from kvd.transport.jobs import CheckedPiece, check_job
+from kvd.transport.jobs import CheckedPiece, check_job, check_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,7 @@ class FakePuller:
         *,
         checked: bool = False,
     ) -> None:
-        try:
-            check_same_layers(remote, local)
-        except MemoryRefused as exc:
-            raise TransportError(Code.BAD_MEMORY, exc.detail) from None
+        check_layers(local, remote)
         self.local = local
         self.remote = remote
         self._checked = checked

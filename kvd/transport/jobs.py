@@ -11,7 +11,7 @@ from typing import Any
 from kvd.core.instructions import Piece
 from kvd.errors import MemoryRefused
 from kvd.memory.engine import EngineMemory
-from kvd.memory.plan import Ids, unpack_ids
+from kvd.memory.plan import Ids, check_same_layers, unpack_ids
 from kvd.protocol.codes import Code
 from kvd.transport.base import PullJob, TransportError
 
@@ -25,6 +25,34 @@ class CheckedPiece:
     src: Ids
     dst: Ids
     block_nbytes: int
+
+
+def check_writable(local: EngineMemory) -> None:
+    """Raises TransportError."""
+    if not local.writable:
+        raise TransportError(Code.BAD_MEMORY, "our own engine's memory is mapped read-only")
+
+
+def check_layers(local: EngineMemory, remote: EngineMemory) -> None:
+    """Raises TransportError if the memories do not fit."""
+    try:
+        check_same_layers(remote, local)
+    except MemoryRefused as exc:
+        raise TransportError(Code.BAD_MEMORY, exc.detail) from None
+
+
+def check_mapped(transport: str, local: EngineMemory, remote: EngineMemory) -> None:
+    """For transports that read the producer's memory themselves.
+
+    Raises TransportError if the memories do not fit, or the remote one has no fence.
+    """
+    check_writable(local)
+    if remote.fence_slots == 0:
+        raise TransportError(
+            Code.TRANSPORT_UNAVAILABLE,
+            f"{transport} needs the producer's fence table, none was passed",
+        )
+    check_layers(local, remote)
 
 
 def check_job(job: PullJob, local: EngineMemory, remote_blocks: int) -> list[CheckedPiece]:

@@ -14,7 +14,7 @@ from kvd.memory.cuda.plan import layer_cuts, scatter
 from kvd.memory.plan import Ids, addresses
 from kvd.protocol.codes import Code
 from kvd.transport.base import PullJob, TransportError
-from kvd.transport.jobs import CheckedPiece, Running, check_job
+from kvd.transport.jobs import CheckedPiece, Running, check_job, check_writable
 from kvd.transport.nccl_link import Link
 
 
@@ -38,8 +38,7 @@ class NcclPuller:
         get_link: Callable[[], Awaitable[Link]],
     ) -> None:
         """Raises TransportError."""
-        if not local.writable:
-            raise TransportError(Code.BAD_MEMORY, "our own engine's memory is mapped read-only")
+        check_writable(local)
         self.local = local
         self._remote_blocks = remote_blocks
         self._get_link = get_link

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from kvd.errors import MemoryRefused
 from kvd.memory.engine import EngineMemory
 from kvd.memory.host import Bytes
-from kvd.memory.plan import Call, UniformRun, calls, check_same_layers, id_runs, uniform_runs
+from kvd.memory.plan import Call, UniformRun, calls, id_runs, uniform_runs
 from kvd.protocol.codes import Code
 from kvd.transport.base import PullJob, TransportError
 from kvd.transport.checksum import blocks_crc
 from kvd.transport.copy_pool import Batch, CopyPool
-from kvd.transport.jobs import CheckedPiece, Outcome, check_job
+from kvd.transport.jobs import CheckedPiece, Outcome, check_job, check_mapped
 
 CALL_BYTES = 4 * 2**20
 """Most bytes of one numpy call: how long a stop, or the engine's death, may have to wait."""
@@ -36,16 +36,7 @@ class ShmPuller:
 
         Raises TransportError if the memories do not fit, or the remote one has no fence.
         """
-        if not local.writable:
-            raise TransportError(Code.BAD_MEMORY, "our own engine's memory is mapped read-only")
-        if remote.fence_slots == 0:
-            raise TransportError(
-                Code.TRANSPORT_UNAVAILABLE, "shm needs the producer's fence table, none was passed"
-            )
-        try:
-            check_same_layers(remote, local)
-        except MemoryRefused as exc:
-            raise TransportError(Code.BAD_MEMORY, exc.detail) from None
+        check_mapped("shm", local, remote)
         self.owner = next(_owners)
         self.local = local
         self.remote = remote

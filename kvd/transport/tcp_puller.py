@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from kvd.memory.engine import EngineMemory
-from kvd.protocol.codes import Code
-from kvd.transport.base import PullJob, TransportError
-from kvd.transport.jobs import check_job
+from kvd.transport.base import PullJob
+from kvd.transport.jobs import check_job, check_writable
 from kvd.transport.options import TransportOptions
 from kvd.transport.pulse import Pulse
 from kvd.transport.tcp_jobs import Queue
@@ -31,8 +30,7 @@ class TcpPuller:
         pulse: Pulse | None = None,
     ) -> None:
         """Raises TransportError."""
-        if not local.writable:
-            raise TransportError(Code.BAD_MEMORY, "our own engine's memory is mapped read-only")
+        check_writable(local)
         check_congestion(options.tcp_congestion)
         self.local = local
         self._remote_blocks = remote_blocks

@@ -103,30 +103,17 @@ class FakeNccl:
     def send(
         self, sendbuff: int, count: int, datatype: int, peer: int, comm: Comm, stream: int
     ) -> None:
-        self._enter("send", comm)
-        assert datatype == int(real.DataType.Uint8)
-        assert peer == 1 - comm.rank
-        done = 0
-
-        def op() -> bool:
-            nonlocal done
-            while not comm.stopped and done < count:
-                part = (ctypes.c_char * (count - done)).from_address(
-                    self.driver._host(sendbuff + done)
-                )
-                try:
-                    done += self._sock(comm).send(part)
-                except (BlockingIOError, BrokenPipeError, ConnectionResetError):
-                    return False
-            self.transferred.append(("send", done))
-            return True
-
-        self._push(stream, op)
+        self._transfer("send", sendbuff, count, datatype, peer, comm, stream)
 
     def recv(
         self, recvbuff: int, count: int, datatype: int, peer: int, comm: Comm, stream: int
     ) -> None:
-        self._enter("recv", comm)
+        self._transfer("recv", recvbuff, count, datatype, peer, comm, stream)
+
+    def _transfer(
+        self, what: str, buff: int, count: int, datatype: int, peer: int, comm: Comm, stream: int
+    ) -> None:
+        self._enter(what, comm)
         assert datatype == int(real.DataType.Uint8)
         assert peer == 1 - comm.rank
         done = 0
@@ -134,17 +121,16 @@ class FakeNccl:
         def op() -> bool:
             nonlocal done
             while not comm.stopped and done < count:
-                part = (ctypes.c_char * (count - done)).from_address(
-                    self.driver._host(recvbuff + done)
-                )
+                part = (ctypes.c_char * (count - done)).from_address(self.driver._host(buff + done))
+                sock = self._sock(comm)
                 try:
-                    got = self._sock(comm).recv_into(part)
-                except (BlockingIOError, ConnectionResetError):
+                    moved = sock.send(part) if what == "send" else sock.recv_into(part)
+                except (BlockingIOError, BrokenPipeError, ConnectionResetError):
                     return False
-                if not got:
+                if not moved:
                     return False  # the peer is gone, and nobody says so
-                done += got
-            self.transferred.append(("recv", done))
+                done += moved
+            self.transferred.append((what, done))
             return True
 
         self._push(stream, op)

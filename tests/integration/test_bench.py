@@ -22,6 +22,7 @@ from kvd.bench.memory import Shape, allocate, map_pools, pool_blocks
 from kvd.bench.presets import PRESETS
 from kvd.bench.report import Result
 from tests.conftest import wait_for
+from tests.plugins.processes import runs
 
 TIMEOUT_S = 150.0
 SHAPE = Shape(layers=3, blocks=8, piece=4096)
@@ -123,13 +124,6 @@ def test_settings_that_do_not_exist_are_named(tmp_run_dir: Path) -> None:
     assert "shm-threads" in err, "what was meant is named"
 
 
-def running(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
 @pytest.mark.parametrize("children", [1, 5])
 def test_an_interrupt_leaves_nothing_behind(tmp_run_dir: Path, children: int) -> None:
     process = subprocess.Popen(
@@ -149,7 +143,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_run_dir: Path, children: int) ->
         process.send_signal(signal.SIGINT)
         assert process.wait(30.0) == 130
         # One that has ended and waits for its new parent to notice is not running.
-        assert [child for child in started if running(child)] == []
+        assert [child for child in started if runs(child)] == []
         assert list(tmp_run_dir.iterdir()) == []
     finally:
         if process.poll() is None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from rich.console import Console
 
@@ -36,6 +35,7 @@ from kvd.protocol.types import LayerLayout, Region
 from kvd.transport.base import PullJob
 from tests.conftest import wait_for
 from tests.integration.demo_stack import Demo
+from tests.plugins.processes import runs
 
 BLOCK = 32
 BLOCK_NBYTES = ModelShape().kv_block_nbytes(BLOCK)
@@ -419,8 +419,7 @@ def test_ctrl_c_leaves_nothing(tmp_run_dir: Path, moment: str, number: signal.Si
         assert demo.popen.wait(90) == 130
     finally:
         demo.kill()
-    gone = {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
-    assert [p for p in processes if p.is_running() and p.status() not in gone] == []
+    assert [p for p in processes if runs(p)] == []
     assert [name for name in shared if Path("/dev/shm", name).exists()] == []
     assert sorted(p.name for p in tmp_run_dir.iterdir()) == ["report.json", "told.txt"]
 

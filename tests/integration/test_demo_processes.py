@@ -16,6 +16,7 @@ import pytest
 from kvd.demo.ports import Ports
 from kvd.demo.processes import Child, Children, shared_memory_of
 from tests.conftest import wait_for_async
+from tests.plugins.processes import runs
 
 IGNORES_TERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 SAYS_READY = "print('ready', flush=True)\n"
@@ -79,7 +80,7 @@ async def test_a_grandchild_does_not_survive(children: Children, tmp_path: Path)
     child = await start(children, tmp_path, HAS_A_CHILD + WAITS, deaf)
     other = grandchild(child)
     await children.stop(child)
-    assert not other.is_running() or other.status() == psutil.STATUS_ZOMBIE
+    assert not runs(other)
 
 
 async def test_a_grandchild_of_a_crashed_child_does_not_survive(
@@ -92,7 +93,7 @@ async def test_a_grandchild_of_a_crashed_child_does_not_survive(
     assert child.exit_code() == 0
     assert other.is_running()
     await children.stop(child)
-    assert not other.is_running() or other.status() == psutil.STATUS_ZOMBIE
+    assert not runs(other)
 
 
 async def test_shared_memory_of_a_killed_child_is_removed(
@@ -148,7 +149,7 @@ async def test_children_go_with_a_demo_that_is_killed(children: Children, tmp_pa
     other = grandchild(demo)
     os.kill(demo.pid, 9)
     await wait_for_async(
-        lambda: not other.is_running() or other.status() == psutil.STATUS_ZOMBIE,
+        lambda: not runs(other),
         what="the child follows",
     )
 

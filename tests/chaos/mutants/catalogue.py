@@ -9,7 +9,6 @@ from tests.chaos.mutants.mutant import Hunk, Mutant
 SHM, SERVING = "kvd/transport/shm.py", "kvd/transport/tcp_serving.py"
 FETCHES, GRANTS = "kvd/core/fetches.py", "kvd/core/grants.py"
 SESSION, TRACKING = "connector_shim/session.py", "connector_shim/tracking.py"
-STALE = "tests/contract/test_stale_reads.py::test_a_reader_never_accepts_reused_blocks"
 MIDWAY = "tests/contract/test_safety.py::test_blocks_reused_in_mid_copy_are_not_accepted"
 STOPPED = "tests/contract/test_safety.py::test_after_stop_no_byte_lands_once_the_pull_returned"
 CORE, CLIENT = "tests/unit/core", "tests/unit/client"
@@ -35,18 +34,18 @@ WRITER_IS_OWNER = (
     ),
 )
 
+NO_LOOK_AFTER_SHM = Hunk(
+    SHM,
+    "        if self._failure is None and not self.stopped:\n"
+    '            self._check_fence("after")\n',
+    "",
+)
+
 READS_ARE_VALIDATED = (
     Mutant(
         "shm: no look at the fence word after the copy",
         2,
-        (
-            Hunk(
-                SHM,
-                "        if self._failure is None and not self.stopped:\n"
-                '            self._check_fence("after")\n',
-                "",
-            ),
-        ),
+        (NO_LOOK_AFTER_SHM,),
         f"{MIDWAY}[shm]",
         "wrong",
     ),
@@ -76,14 +75,7 @@ READS_ARE_VALIDATED = (
     Mutant(
         "shm: the same, found by the fault suite",
         2,
-        (
-            Hunk(
-                SHM,
-                "        if self._failure is None and not self.stopped:\n"
-                '            self._check_fence("after")\n',
-                "",
-            ),
-        ),
+        (NO_LOOK_AFTER_SHM,),
         "tests/chaos/test_chaos.py::test_what_engines_are_told_is_true_whatever_fails[shm]",
         "told good",
     ),

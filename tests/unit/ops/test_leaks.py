@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.plugins.processes import runs
+
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 120
 
@@ -64,14 +66,6 @@ def run(tmp_path: Path, body: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
-def runs(pid: int) -> bool:
-    """Whether it lives; one that is dead and not yet reaped by its new parent does not."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
 def test_what_is_left_behind_fails_the_run(tmp_path: Path) -> None:
     status, output = run(tmp_path, LEFT)
     for path in Path("/dev/shm").glob("torch_*_kvdtest"):
@@ -90,7 +84,8 @@ def test_what_is_left_behind_fails_the_run(tmp_path: Path) -> None:
     # The processes among it are ended.
     for line in output.splitlines():
         if line.startswith("process: pid "):
-            assert not runs(int(line.split()[2]))
+            pid = int(line.split()[2])
+            assert not (psutil.pid_exists(pid) and runs(psutil.Process(pid)))
 
 
 @pytest.mark.parametrize(

@@ -113,13 +113,17 @@ class FakeNccl:
     def _transfer(
         self, what: str, buff: int, count: int, datatype: int, peer: int, comm: Comm, stream: int
     ) -> None:
-        self._enter(what, comm)
+        behaviour = self._enter(what, comm)
+        looks = behaviour.looks if isinstance(behaviour, Late) else 0
         assert datatype == int(real.DataType.Uint8)
         assert peer == 1 - comm.rank
         done = 0
 
         def op() -> bool:
-            nonlocal done
+            nonlocal done, looks
+            if looks and not comm.stopped:
+                looks -= 1
+                return False
             while not comm.stopped and done < count:
                 part = (ctypes.c_char * (count - done)).from_address(self.driver._host(buff + done))
                 sock = self._sock(comm)

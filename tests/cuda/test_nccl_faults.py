@@ -194,6 +194,8 @@ async def test_error_that_nccl_tells_later(bench: tuple[Rig, Bench], side: str) 
     gate = harness.gate(0)
     pull = asyncio.ensure_future(harness.puller().pull(rig.job(rig.piece(0, range(4), range(4)))))
     await gate.reached()
+    # So that there is something to wait for, on either side.
+    who(harness, "producer").script.add("send", Late(10**9))
     who(harness, side).script.add("comm_get_async_error", Fail("RemoteError"))
     gate.release()
     with pytest.raises(TransportError, match=r"RemoteError|took more"):

@@ -45,7 +45,11 @@ class Serving:
         self._send = send
         self._up = asyncio.Event()
         self._free: list[int] = []
+        self._freed = asyncio.Event()
         self._wanted: set[int] = set()
+        """Chunks that were asked for and not told to go: no more than the consumer has buffers."""
+        self._going: set[int] = set()
+        """Chunks whose send was posted, and not seen to have ended."""
         self._staged: dict[int, tuple[int, int]] = {}
         """Slot and bytes of chunks that are ready and were not asked to go."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -74,7 +78,8 @@ class Serving:
             return
         match message:
             case wire.NcclWant():
-                if message.seq in self._wanted or len(self._wanted) >= self._ring:
+                again = message.seq in self._wanted or message.seq in self._going
+                if again or len(self._wanted) >= self._ring:
                     self.fail(TransportError(Code.BAD_MESSAGE, "more chunks than buffers"))
                     return
                 self._wanted.add(message.seq)
@@ -83,7 +88,10 @@ class Serving:
                 staged = self._staged.pop(message.seq, None)
                 if staged is None:
                     self.fail(TransportError(Code.BAD_MESSAGE, "a chunk that is not ready"))
-                elif message.send:
+                    return
+                self._wanted.discard(message.seq)
+                if message.send:
+                    self._going.add(message.seq)
                     # Posted here and now: sends go in the order in which receives were posted.
                     self._start(self._sent(message.seq, staged[0], self.comm.send(*staged)))
                 else:
@@ -98,6 +106,7 @@ class Serving:
         if self.failure is not None:
             return
         self.failure = error
+        self._freed.set()
         self._send(wire.NcclClosed(self.comm_id, str(error.code), error.detail[:500]))
         if error.code is not Code.CANCELLED:
             log.warning("nccl_failed", comm=self.comm_id, code=str(error.code), detail=error.detail)
@@ -120,6 +129,12 @@ class Serving:
 
     async def _stage(self, want: wire.NcclWant) -> None:
         await self._up.wait()
+        # The consumer may have all of a chunk before we see that its send has ended.
+        while not self._free and self.failure is None:
+            self._freed.clear()
+            await self._freed.wait()
+        if self.failure is not None:
+            return
         slot = self._free.pop()
         try:
             await self._gather(want, slot)
@@ -189,7 +204,9 @@ class Serving:
 
     def _done(self, seq: int, slot: int) -> None:
         self._wanted.discard(seq)
+        self._going.discard(seq)
         self._free.append(slot)
+        self._freed.set()
 
     def _start(self, coroutine: object) -> None:
         task: asyncio.Task[None] = asyncio.ensure_future(coroutine)  # type: ignore[call-overload]

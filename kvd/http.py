@@ -41,8 +41,10 @@ Bootstrap = Callable[[bool], Awaitable[Mapping[str, object]]]
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Strangers who send what is no HTTP are counted, and must not be able to fill the log."""
-    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+    """Strangers must not be able to fill the log: what is no HTTP is counted, and one who hangs up
+    before the answer is nobody's fault."""
+    theirs = HttpProcessingError | ConnectionResetError
+    return record.exc_info is None or not isinstance(record.exc_info[1], theirs)
 
 
 _server_log = logging.getLogger("kvd.http.server")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import closing
 
 import aiohttp
 import pytest
+from aiohttp.http_exceptions import BadHttpMessage
 
 from kvd.addresses import HostPort
 from kvd.core.instructions import Record
@@ -227,3 +229,25 @@ async def _eof(reader: asyncio.StreamReader) -> None:
         assert await reader.read() == b""
     except ConnectionResetError:
         return
+
+
+@pytest.mark.parametrize(
+    ("error", "logged"),
+    [
+        (aiohttp.ClientConnectionResetError("hung up"), False),
+        (BadHttpMessage("no HTTP"), False),
+        (KeyError("ours"), True),
+    ],
+)
+def test_strangers_cannot_fill_the_log(
+    caplog: pytest.LogCaptureFixture, error: Exception, logged: bool
+) -> None:
+    """What aiohttp logs of a request that failed is kept only where the fault is ours."""
+    log = logging.getLogger("kvd.http.server")
+    propagates, log.propagate = log.propagate, True
+    try:
+        with caplog.at_level(logging.ERROR):
+            log.error("Error handling request", exc_info=error)
+    finally:
+        log.propagate = propagates
+    assert bool(caplog.records) is logged

@@ -128,6 +128,11 @@ class Client(ProducerCalls, ConsumerCalls):
         return self._session.welcome
 
     @property
+    def daemon_pid(self) -> int:
+        """The daemon's process; 0 without a connection, or where it cannot be seen from here."""
+        return self._session.daemon_pid
+
+    @property
     def last_error(self) -> ClientError | None:
         """Why there is no connection, or None while there is one."""
         return self._session.last_error

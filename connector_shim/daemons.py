@@ -4,6 +4,9 @@ The news come with the workers' output of each step. An engine that idles makes 
 news say little: a request that finds them old waits for the next ones, which costs one empty step.
 It waits for that once, however long a step takes here; and both that wait and the wait for a
 daemon that is just registering are bounded in time.
+
+News of a death come too late for a request that ends in the very step in which its daemon died, so
+where the daemon's process can be seen from here, its exit counts as well.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+from connector_shim.exits import Exits
 from connector_shim.jobs import Address, RankId, RankState
 
 Answer = Literal["up", "down", "wait"]
@@ -27,6 +31,7 @@ class DaemonStates:
         self._wait_s = wait_s
         self._clock = clock
         self._states: dict[RankId, RankState] = {}
+        self._exits = Exits()
         self._heard = float("-inf")
         self._updates = 0
         self._waits: dict[str, tuple[int, float]] = {}
@@ -36,6 +41,7 @@ class DaemonStates:
     def update(self, states: Mapping[RankId, RankState]) -> None:
         """News from the workers; ranks that are not named keep their state."""
         self._states.update(states)
+        self._exits.follow(states)
         self._heard = self._clock()
         self._updates += 1
         if self.problem() is None or not self._pending():
@@ -50,6 +56,8 @@ class DaemonStates:
         for (pp, tp), state in sorted(self._states.items()):
             if not state.up:
                 return f"rank pp={pp} tp={tp}: {state.detail or state.phase}"
+        for pp, tp in sorted(self._exits.seen()):
+            return f"rank pp={pp} tp={tp}: the daemon has exited"
         return None
 
     def ask(self, req_id: str) -> Answer:
@@ -74,7 +82,8 @@ class DaemonStates:
         return len(self._waits)
 
     def _judge(self, now: float, news_since_it_asked: bool) -> Answer:
-        if now - self._heard > self.recheck_s and not news_since_it_asked:
+        old = now - self._heard > self.recheck_s or self._exits.seen()
+        if old and not news_since_it_asked:
             return "wait"
         if self.problem() is None:
             return "up"
@@ -85,6 +94,10 @@ class DaemonStates:
     def addresses(self) -> dict[RankId, Address]:
         """Where peers reach each rank's daemon."""
         return {rank: (state.host, state.port) for rank, state in self._states.items()}
+
+    def close(self) -> None:
+        """Lets go of the processes that were watched."""
+        self._exits.close()
 
     def _pending(self) -> bool:
         """Whether waiting can help: no rank is down for good, and all have reported."""

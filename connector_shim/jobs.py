@@ -162,12 +162,17 @@ class StepJobs:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """One rank's daemon as its worker sees it. `phase`: "up", "pending" (on its way) or "down"."""
+    """One rank's daemon as its worker sees it. `phase`: "up", "pending" (on its way) or "down".
+
+    `pid`: the process of a daemon that is up, 0 where it cannot be seen; as counted in `pid_space`.
+    """
 
     phase: str
     host: str = ""
     port: int = 0
     detail: str = ""
+    pid: int = 0
+    pid_space: str = ""
 
     @property
     def up(self) -> bool:

@@ -470,6 +470,10 @@ class SchedulerHalf:
         """News of the ranks' daemons."""
         self.daemons.update(states)
 
+    def shutdown(self) -> None:
+        """Nothing is asked any more."""
+        self.daemons.close()
+
     def reset_cache(self) -> bool:
         """The engine's KV is void: take all offers back, and those not handed over yet too."""
         self._revoke_all = True

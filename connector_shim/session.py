@@ -119,6 +119,10 @@ class Session:
         """Whether the daemon that is connected did not take this engine when it was last asked."""
         return self._wire is not None and self._wire.process.pid == self._ignored_by
 
+    @property
+    def daemon_pid(self) -> int:
+        return self._wire.process.pid if self._wire is not None else 0
+
     def fileno(self) -> int | None:
         return self._wire.fileno() if self._wire is not None else None
 

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from connector_shim.errors import ClientError
 from connector_shim.events import Down, Event, Up
+from connector_shim.exits import pid_space
 from connector_shim.jobs import (
     Drained,
     FetchJob,
@@ -51,6 +52,8 @@ class WorkerClient(Protocol):
     def state(self) -> str: ...
     @property
     def welcome(self) -> Welcome | None: ...
+    @property
+    def daemon_pid(self) -> int: ...
     def describe(self, memory: MemoryDescription) -> None: ...
     def poll(self, timeout: float = 0.0) -> list[Event]: ...
     def offer(
@@ -248,7 +251,13 @@ class WorkerHalf:
             return RankState("down", detail=self._detail)
         match client.state:
             case "up" if (welcome := client.welcome) is not None:
-                return RankState("up", welcome.advertise.host, welcome.advertise.port)
+                return RankState(
+                    "up",
+                    welcome.advertise.host,
+                    welcome.advertise.port,
+                    pid=client.daemon_pid,
+                    pid_space=pid_space(),
+                )
             case "connecting" | "registering":
                 return RankState("pending", detail="the daemon is registering this engine")
             case "draining":

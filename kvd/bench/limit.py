@@ -23,6 +23,8 @@ from typing import Self
 
 import numpy as np
 
+from kvd.bench.interrupts import interrupts_wait
+
 SOURCE = Path(__file__).with_name("limit.c")
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_TIMEOUT_S = 60.0
@@ -58,20 +60,22 @@ def build(folder: Path) -> Path:
 
 def _compile(command: Sequence[str], folder: Path) -> tuple[int, str]:
     """Exit status and stderr. Whatever ends it early ends the compiler's own children too."""
-    process = subprocess.Popen(
-        command,
-        # A compiler that is interrupted leaves its scratch files where the rest goes away.
-        env={**os.environ, "TMPDIR": str(folder)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = None
     try:
+        with interrupts_wait():
+            process = subprocess.Popen(
+                command,
+                # A compiler that is interrupted leaves its scratch files where the rest goes away.
+                env={**os.environ, "TMPDIR": str(folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
         _, said = process.communicate(timeout=COMPILE_TIMEOUT_S)
     except BaseException:
-        if process.returncode is None:
+        if process is not None and process.returncode is None:
             # Not reaped yet, so the group is still its own. The pipe ends when all of it is gone.
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()

@@ -11,9 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from kvd.bench.interrupts import ENDING, interrupts_wait
 
 READY_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 120.0
@@ -29,22 +31,9 @@ class ProcessFailed(Exception):
     """A daemon or a client did not do its part; the text ends with the last lines it logged."""
 
 
-_ENDING = frozenset({signal.SIGINT, signal.SIGTERM})
-
-
 def _die_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
-
-
-@contextlib.contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Python drops an exception that is raised while it forks, a KeyboardInterrupt too."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -84,7 +73,7 @@ class Process:
     ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
-        with self.log.open("wb") as log, _signals_wait():
+        with self.log.open("wb") as log, interrupts_wait():
             self.popen = subprocess.Popen(
                 command,
                 stdin=stdin,

@@ -12,7 +12,6 @@ import contextlib
 import os
 import platform
 import random
-import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvd import __version__
+from kvd.bench.interrupts import interrupts_ignored, interrupts_wait
 from kvd.bench.limit import Limit, LimitSummary, LimitUnavailable, build
 from kvd.bench.memory import Shape, allocate, pool_blocks
 from kvd.bench.presets import Preset
@@ -83,14 +83,16 @@ class Bench:
         self._random = random.Random(options.seed)
         self._pool = pool_blocks(preset.blocks * options.concurrency, preset.piece)
         shape = Shape(preset.layers, self._pool, preset.piece)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvd-bench-")))
+        with interrupts_wait():
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvd-bench-")))
         src, dst = (self._memory(shape, stack) for _ in range(2))
 
         settings = {"transport": options.transport, **options.overrides}
         self._daemons = daemons
         for name in ("producer", "consumer"):
-            daemon = Daemon(f"{name}-daemon", folder, settings)
-            stack.callback(daemon.stop)
+            with interrupts_wait():
+                daemon = Daemon(f"{name}-daemon", folder, settings)
+                stack.callback(daemon.stop)
             self._daemons.append(daemon)
         for daemon in self._daemons:
             daemon.wait_ready()
@@ -101,8 +103,9 @@ class Bench:
             self._daemons, ("producer", "consumer"), (PRODUCER, CONSUMER), (src, dst), strict=True
         ):
             setup = {"socket": str(daemon.socket), "role": role, "engine_id": engine_id, **sizes}
-            client = ClientProcess(f"{role}-client", folder, fds, setup)
-            stack.callback(client.stop)
+            with interrupts_wait():
+                client = ClientProcess(f"{role}-client", folder, fds, setup)
+                stack.callback(client.stop)
             self._clients.append(client)
         self.producer, self.consumer = self._clients
 
@@ -113,20 +116,21 @@ class Bench:
         except LimitUnavailable as error:
             self.limit_note = str(error)
         else:
-            self.limit = stack.enter_context(
-                Limit(
-                    binary,
-                    options.transport,
-                    src_fds=src,
-                    dst_fds=dst,
-                    layers=preset.layers,
-                    src_blocks=self._pool,
-                    dst_blocks=self._pool,
-                    piece=preset.piece,
-                    threads=options.settings.shm_threads,
-                    congestion=congestion_control(options.settings),
+            with interrupts_wait():
+                self.limit = stack.enter_context(
+                    Limit(
+                        binary,
+                        options.transport,
+                        src_fds=src,
+                        dst_fds=dst,
+                        layers=preset.layers,
+                        src_blocks=self._pool,
+                        dst_blocks=self._pool,
+                        piece=preset.piece,
+                        threads=options.settings.shm_threads,
+                        congestion=congestion_control(options.settings),
+                    )
                 )
-            )
         for client in self._clients:
             client.answer()
             client.send({"op": "up"})
@@ -215,20 +219,8 @@ def started(options: Options) -> Iterator[Bench]:
         complaints = "".join(daemon.complaints() for daemon in daemons)
         raise type(error)(f"{error}{complaints}") from None
     finally:
-        with _uninterrupted():
+        with interrupts_ignored():
             stack.close()
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C must not stop the cleaning up; each step of that is bounded in time."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 def run(options: Options, on_round: OnRound) -> Result:

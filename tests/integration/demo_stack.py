@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -143,6 +144,15 @@ class Kept:
 
     def signal_daemon(self, name: Name, number: signal.Signals) -> None:
         os.kill(self.daemon_pid(name), number)
+
+    def kill_daemon(self, name: Name) -> None:
+        """SIGKILL; returns when it is dead, and its sockets with it."""
+        pidfd = os.pidfd_open(self.daemon_pid(name))
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            assert select.select([pidfd], [], [], 30)[0], f"the {name} daemon does not die"
+        finally:
+            os.close(pidfd)
 
     def restart_daemon(self, name: Name) -> None:
         """Start it again as an operator would, with the line that the demo printed.

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,10 +18,12 @@ from typing import Any
 import psutil
 import pytest
 
+from kvd import config
 from kvd.bench import limit, oracle
 from kvd.bench.memory import Shape, allocate, map_pools, pool_blocks
 from kvd.bench.presets import PRESETS
 from kvd.bench.report import Result
+from kvd.bench.run import Options, run
 from tests.conftest import wait_for
 from tests.plugins.processes import runs
 
@@ -142,13 +145,38 @@ def test_an_interrupt_leaves_nothing_behind(tmp_run_dir: Path, children: int) ->
         )
         process.send_signal(signal.SIGINT)
         assert process.wait(30.0) == 130
-        # One that has ended and waits for its new parent to notice is not running.
-        assert [child for child in started if runs(child)] == []
+        # A compiler's own children need a moment to be gone, and nobody to wait for them.
+        wait_for(lambda: not any(map(runs, started)), timeout=10.0, what="all of them have ended")
         assert list(tmp_run_dir.iterdir()) == []
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+@needs_compiler
+@pytest.mark.parametrize("last", range(1, 7), ids=lambda last: f"process-{last}")
+def test_an_interrupt_while_a_process_starts(
+    tmp_run_dir: Path, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    """It comes when the process is there, and nobody holds it yet: it ends all the same."""
+    started: list[subprocess.Popen[Any]] = []
+
+    class Interrupted(subprocess.Popen[Any]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            started.append(self)
+            if len(started) == last:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_run_dir))
+    smoke = Options("shm", PRESETS["smoke"], 1, 1, config.load({}), {})
+    with pytest.raises(KeyboardInterrupt):
+        run(smoke, lambda done, rounds, gbs: None)
+    assert len(started) == last
+    assert [each.args for each in started if each.returncode is None] == []
+    assert list(tmp_run_dir.iterdir()) == []
 
 
 # --- its parts ------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ def test_registration_describes_the_memory_with_its_descriptors(
     assert not up.restarted
     assert state(client) == "up"
     assert client.welcome == up.welcome
+    assert client.daemon_pid == os.getpid()
 
 
 def test_memory_may_be_described_after_connecting_and_only_once(

@@ -166,6 +166,7 @@ class FakeClient:
 
     state: str = "up"
     welcome: Welcome | None = None
+    daemon_pid: int = 0
     events: list[Event] = field(default_factory=list)
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     raises: dict[str, ClientError] = field(default_factory=dict)

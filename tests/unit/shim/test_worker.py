@@ -8,6 +8,7 @@ import pytest
 
 from connector_shim.errors import ClientError
 from connector_shim.events import Down
+from connector_shim.exits import pid_space
 from connector_shim.jobs import (
     Drained,
     FetchJob,
@@ -286,6 +287,8 @@ def test_state_follows_the_client() -> None:
     assert bench.worker.state().phase == "down"
     bench.start()
     assert (bench.worker.state().host, bench.worker.state().port) == ("10.0.0.1", 7000)
+    bench.client.daemon_pid = 77
+    assert (bench.worker.state().pid, bench.worker.state().pid_space) == (77, pid_space())
     for state, phase in [
         ("connecting", "pending"), ("registering", "pending"), ("draining", "down"),
         ("down", "down"), ("up", "up"),

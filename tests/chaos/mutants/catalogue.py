@@ -271,7 +271,7 @@ IDS = (
                 "if False:",
             ),
         ),
-        f"{CORE}/test_fetch.py::test_a_grant_of_another_generation_than_named",
+        f"{CORE}/test_fetch_answers.py::test_a_grant_of_another_generation_than_named",
     ),
     Mutant(
         "an older epoch of an engine replaces the newer",
@@ -467,7 +467,7 @@ PROMPTS = (
         "another prompt's KV is granted",
         11,
         (Hunk(GRANTS, "if digest != request.message.digest:", "if False:"),),
-        f"{CORE}/test_fetch.py::test_another_prompt_moves_nothing",
+        f"{CORE}/test_fetch_answers.py::test_another_prompt_moves_nothing",
     ),
     Mutant(
         "KV without a digest is granted",

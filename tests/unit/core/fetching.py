@@ -1,0 +1,27 @@
+"""What several tests of fetches begin with."""
+
+from __future__ import annotations
+
+from kvd.core.config import CoreConfig
+from kvd.protocol import peer
+from tests.unit.core.world import BLOCK, NBYTES, Engine
+
+SMALL = CoreConfig(min_job_bytes=NBYTES, max_job_bytes=3 * NBYTES)
+"""One block of the three layers a job, so that a fetch takes several."""
+
+
+def closes(consumer: Engine) -> list[tuple[str, str]]:
+    return [
+        (message.fetch_id, message.code)
+        for _, message in consumer.node.sent
+        if isinstance(message, peer.FetchClose)
+    ]
+
+
+def streamed(producer: Engine, transfer: str, tokens: int, generation: int = 1) -> list[list[int]]:
+    """An offer of which nothing is valid yet; returns its blocks."""
+    blocks = [list(range(-(-tokens // BLOCK)))]
+    producer.open_offer(transfer, generation, slot=generation)
+    producer.give_blocks(transfer, generation, blocks)
+    producer.give_digests(transfer, generation, [*range(BLOCK, tokens, BLOCK), tokens])
+    return blocks

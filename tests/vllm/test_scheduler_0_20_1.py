@@ -1,4 +1,4 @@
-"""test_scheduler_lifecycle.py and test_streaming.py against the real scheduler of vLLM 0.20.1.
+"""The modules below against the real scheduler of vLLM 0.20.1.
 
 The oldest supported version cannot be installed beside the current one, but its Python part runs:
 a process of its own gets it from the unpacked wheel.
@@ -19,6 +19,7 @@ from tests.vllm.fetch_sources import OLD_VERSION, old_vllm
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
+MODULES = ("scheduler_lifecycle", "scheduler_producer", "scheduler_groups", "streaming")
 
 
 def test_life_cycles_on_the_oldest_version() -> None:
@@ -38,8 +39,7 @@ def test_life_cycles_on_the_oldest_version() -> None:
 
     command = [
         sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider",
-        str(Path(__file__).with_name("test_scheduler_lifecycle.py")),
-        str(Path(__file__).with_name("test_streaming.py")),
+        *(str(Path(__file__).with_name(f"test_{name}.py")) for name in MODULES),
     ]  # fmt: skip
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=840, check=False

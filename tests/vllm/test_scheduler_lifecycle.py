@@ -5,46 +5,20 @@ Runs on the installed vLLM, and again on 0.20.1 (see test_scheduler_0_20_1.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.request import RequestStatus
 
-from connector_shim.connector import TransferResults
 from connector_shim.errors import ClientError
-from connector_shim.jobs import RankState
 from kvd.protocol.codes import Code
-from kvd.protocol.types import NULL_BLOCK, PeerAddr
+from kvd.protocol.types import PeerAddr
 from tests.unit.shim.fakes import Clock, remote_params
-from tests.vllm.engine import BLOCK, Engine
-from tests.vllm.models import write_tiny_llama
+from tests.vllm.engine import BLOCK
+from tests.vllm.requests import PROMPT, MakeEngine, fetch_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-
-PROMPT = [10 + i for i in range(40)]
-MakeEngine = Callable[..., Engine]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def make(model: Path) -> MakeEngine:
-    """Engines that offer KV after prefill; test_streaming.py has the others."""
-    return lambda **options: Engine(model, **{"send_type": "get", **options})
-
-
-def fetch_of(engine: Engine) -> tuple[str, dict[str, Any]]:
-    (item,) = engine.client.fetched.items()
-    return item
-
-
-# --- consumer -----------------------------------------------------------------------------------
 
 
 def test_remote_prefill(make: MakeEngine) -> None:
@@ -323,233 +297,7 @@ def test_params_that_make_no_sense(make: MakeEngine, params: dict[str, Any]) -> 
     assert engine.is_empty()
 
 
-# --- producer -----------------------------------------------------------------------------------
-
-
-def prefill(engine: Engine, req_id: str = "p-1", prompt: list[int] | None = None) -> Any:
-    request = engine.add(req_id, prompt or PROMPT, {"do_remote_decode": True}, max_tokens=1)
-    engine.run()
-    return request
-
-
-def test_remote_decode(make: MakeEngine) -> None:
-    engine = make()
-    free = engine.free_blocks
-    request = engine.add("p-1", PROMPT, {"do_remote_decode": True}, max_tokens=1)
-    engine.step()
-    params = engine.outputs["p-1"].kv_transfer_params
-    assert params["do_remote_prefill"] is True
-    assert params["remote_num_tokens"] == 40
-    assert (params["remote_host"], params["remote_port"]) == ("10.0.0.1", 7000)
-    assert params["kvd"]["ranks"] == [[0, 0, "10.0.0.1", 7000]]
-    assert free - engine.free_blocks == 3, "held until told otherwise"
-
-    engine.step()
-    ((transfer_id, generation), offer), = engine.client.offered.items()  # fmt: skip
-    assert (transfer_id, generation) == (params["transfer_id"], params["kvd"]["generation"])
-    assert [offer["blocks"]] == [params["remote_block_ids"]]
-    assert offer["tokens"] == 40
-    assert list(offer["digests"]) == [16, 32, 40]
-    engine.step()
-    assert free - engine.free_blocks == 3
-    engine.client.end_offer(transfer_id, generation)
-    engine.step()
-    assert request.request_id not in engine.scheduler.requests
-    assert engine.is_empty()
-
-
-def test_producer_and_consumer_agree_on_the_digest(make: MakeEngine) -> None:
-    producer, consumer = make(), make()
-    prefill(producer)
-    params = producer.outputs["p-1"].kv_transfer_params
-    producer.step()
-    consumer.add("d-1", PROMPT, dict(params))
-    consumer.step()
-    _, fetch = fetch_of(consumer)
-    (offer,) = producer.client.offered.values()
-    assert fetch["digest"] == offer["digests"][fetch["end"]]
-    other = make()
-    other.add("d-1", [*PROMPT[:-1], 11], dict(params))
-    other.step()
-    assert fetch_of(other)[1]["digest"] != offer["digests"][40]
-
-
-def test_chunks_without_a_new_block(make: MakeEngine) -> None:
-    """Case 2: 20 tokens in chunks of 17 and 3 (which adds no block), beside a prompt of 5."""
-    engine = make(max_tokens_per_step=17)
-    engine.add("p-1", list(range(30, 50)), {"do_remote_decode": True}, max_tokens=1)
-    engine.add("p-2", [1, 2, 3, 4, 5], {"do_remote_decode": True}, max_tokens=1)
-    engine.run()
-    engine.step()
-    by_tokens = {offer["tokens"]: offer for offer in engine.client.offered.values()}
-    assert sorted(by_tokens) == [5, 20]
-    assert [len(blocks) for blocks in by_tokens[20]["blocks"]] == [2]
-    assert [len(blocks) for blocks in by_tokens[5]["blocks"]] == [1]
-    for transfer_id, generation in list(engine.client.offered):
-        engine.client.end_offer(transfer_id, generation)
-    engine.step()
-    assert engine.is_empty()
-
-
-def test_prefix_hit_on_the_producer_is_offered_whole(make: MakeEngine) -> None:
-    engine = make()
-    engine.add("p-0", PROMPT)
-    engine.run()
-    prefill(engine)
-    engine.step()
-    (offer,) = engine.client.offered.values()
-    assert [len(blocks) for blocks in offer["blocks"]] == [3]
-
-
-def test_more_tokens_than_the_prompt(make: MakeEngine) -> None:
-    engine = make()
-    engine.add("p-1", PROMPT, {"do_remote_decode": True}, max_tokens=10)
-    engine.run()
-    params = engine.outputs["p-1"].kv_transfer_params
-    assert params["remote_num_tokens"] == 49, "the last sampled token has no KV"
-
-
-def test_abort_on_the_producer_before_it_is_done(make: MakeEngine) -> None:
-    engine = make(max_tokens_per_step=16)
-    request = engine.add("p-1", PROMPT, {"do_remote_decode": True}, max_tokens=1)
-    engine.step()
-    engine.abort(request)
-    engine.step()
-    assert engine.client.names() == ["describe"]
-    assert engine.is_empty()
-
-
-def test_abort_on_the_producer_after_it_was_offered(make: MakeEngine) -> None:
-    engine = make()
-    request = prefill(engine)
-    engine.step()
-    engine.abort(request)
-    engine.step()
-    assert request.request_id in engine.scheduler.requests, "still held for the consumer"
-    ((key, _),) = engine.client.offered.items()
-    engine.client.end_offer(*key, Code.EXPIRED)
-    engine.step()
-    assert engine.is_empty()
-
-
-def test_producer_without_a_daemon_offers_nothing(make: MakeEngine) -> None:
-    engine = make()
-    engine.half.update_daemons({(0, 0): RankState("down", detail="gone")})
-    engine.add("p-1", PROMPT, {"do_remote_decode": True}, max_tokens=1)
-    engine.step()
-    assert engine.outputs["p-1"].kv_transfer_params is None
-    assert not engine.scheduler.requests
-
-
-def test_daemon_goes_between_finish_and_offer(make: MakeEngine) -> None:
-    engine = make()
-    prefill(engine)
-    engine.client.state = "down"
-    engine.step()
-    assert engine.client.names() == ["describe"]
-    assert engine.is_empty()
-
-
-def test_held_fraction(make: MakeEngine) -> None:
-    engine = make(num_blocks=20, max_held_fraction=0.35)
-    offered = []
-    for i in range(3):
-        prefill(engine, f"p-{i}", [50 + i] * 40)
-        offered.append(engine.outputs[f"p-{i}"].kv_transfer_params is not None)
-        engine.step()
-    assert offered == [True, True, False], "six of twenty blocks are held, nine would be too many"
-    key = next(iter(engine.client.offered))
-    engine.client.end_offer(*key)
-    engine.step()
-    prefill(engine, "p-9", [90] * 40)
-    assert engine.outputs["p-9"].kv_transfer_params is not None
-
-
-def test_reset_cache_takes_all_offers_back(make: MakeEngine) -> None:
-    engine = make()
-    prefill(engine)
-    engine.step()
-    assert engine.scheduler.connector is not None
-    assert engine.scheduler.connector.reset_cache() is True
-    engine.step()
-    assert engine.client.names()[-1] == "revoke_all"
-    engine.step()
-    assert engine.is_empty()
-
-
-def test_shutdown_tells_nothing_more(make: MakeEngine) -> None:
-    engine = make()
-    prefill(engine)
-    engine.step()
-    ((key, _),) = engine.client.offered.items()
-    engine.worker.shutdown()
-    engine.worker.shutdown()
-    engine.client.end_offer(*key)
-    engine.step()
-    assert engine.client.closed == 1
-    assert "p-1" in engine.scheduler.requests
-
-
 # --- two KV cache groups ------------------------------------------------------------------------
-
-
-hybrid = pytest.mark.skipif(
-    TransferResults is None, reason="this vLLM cannot be told of failures with several groups"
-)
-
-
-@pytest.mark.skipif(TransferResults is not None, reason="only of vLLM before 0.30")
-def test_several_groups_are_refused_by_an_old_vllm(make: MakeEngine) -> None:
-    with pytest.raises(ValueError, match="no-disable-hybrid-kv-cache-manager"):
-        make(window=32)
-
-
-@hybrid
-@pytest.mark.parametrize("length", [40, 64, 100, 129])
-def test_two_groups_end_to_end(make: MakeEngine, length: int) -> None:
-    """What decode wants of a sliding window, prefill still has, at every length."""
-    prompt = list(range(200, 200 + length))
-    producer, consumer = make(window=32), make(window=32)
-    prefill(producer, "p-1", prompt)
-    params = producer.outputs["p-1"].kv_transfer_params
-    producer.step()
-    (offer,) = producer.client.offered.values()
-    request = consumer.add("d-1", prompt, dict(params))
-    consumer.step()
-    fetch_id, fetch = fetch_of(consumer)
-    assert len(fetch["blocks"]) == len(offer["blocks"]) == 2
-    assert NULL_BLOCK not in fetch["blocks"][0]
-    for group in range(2):
-        assert len(fetch["blocks"][group]) == len(offer["blocks"][group])
-        for src, dst in zip(offer["blocks"][group], fetch["blocks"][group], strict=True):
-            assert src != NULL_BLOCK or dst == NULL_BLOCK
-    if length >= 100:
-        assert NULL_BLOCK in fetch["blocks"][1]
-    consumer.client.end_fetch(fetch_id)
-    consumer.run()
-    assert len(request.output_token_ids) == 4
-    assert consumer.is_empty()
-    ((key, _),) = producer.client.offered.items()
-    producer.client.end_offer(*key)
-    producer.step()
-    assert producer.is_empty()
-
-
-@hybrid
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_two_groups_failure(make: MakeEngine, policy: str) -> None:
-    engine = make(window=32, policy=policy)
-    request = engine.add("d-1", PROMPT, remote_params())
-    engine.step()
-    fetch_id, _ = fetch_of(engine)
-    engine.client.end_fetch(fetch_id, Code.PEER_LOST, [[], [1]])
-    engine.run()
-    engine.step()
-    if policy == "fail":
-        assert request.status == RequestStatus.FINISHED_ERROR
-    else:
-        assert len(request.output_token_ids) == 4
-    assert engine.is_empty()
 
 
 # --- waiting in the queue -----------------------------------------------------------------------

@@ -5,7 +5,6 @@ Runs on the installed vLLM, and again on 0.20.1 (see test_scheduler_0_20_1.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,12 @@ from vllm.v1.request import RequestStatus
 from kvd.protocol.codes import Code
 from kvd.protocol.types import PeerAddr
 from tests.vllm.engine import Engine
-from tests.vllm.models import write_tiny_llama
+from tests.vllm.requests import MakeEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 PROMPT = [10 + i for i in range(40)]
 WANTED = {"do_remote_decode": True, "transfer_id": "xfer-1"}
-MakeEngine = Callable[..., Engine]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -1,0 +1,22 @@
+"""Engines with a real scheduler, for the modules that say what those engines are like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.engine import Engine
+from tests.vllm.models import write_tiny_llama
+from tests.vllm.requests import MakeEngine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make(model: Path) -> MakeEngine:
+    """Engines that offer KV after prefill; test_streaming.py has the others."""
+    return lambda **options: Engine(model, **{"send_type": "get", **options})

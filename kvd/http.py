@@ -13,12 +13,12 @@ import json
 import logging
 import os
 import socket
+import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from typing import cast
 
 import structlog
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from kvd.addresses import HostPort
 from kvd.local.listener import BindError
@@ -33,6 +33,7 @@ MAX_CONNECTIONS = 64
 MAX_BODY = 64 * 1024
 MAX_LINE = 4096
 CLOSE_TIMEOUT_S = 2.0
+OWN_PACKAGE = __name__.split(".")[0]
 
 Reasons = Callable[[], Mapping[str, str]]
 """What speaks against it, by name; nothing when all is well."""
@@ -41,10 +42,11 @@ Bootstrap = Callable[[bool], Awaitable[Mapping[str, object]]]
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Strangers must not be able to fill the log: what is no HTTP is counted, and one who hangs up
-    before the answer is nobody's fault."""
-    theirs = HttpProcessingError | ConnectionResetError
-    return record.exc_info is None or not isinstance(record.exc_info[1], theirs)
+    """Strangers must not be able to fill the log: what breaks before any code of ours has a part in
+    it (no HTTP, headers that aiohttp cannot answer, a client that hangs up) is only counted."""
+    trace = record.exc_info[2] if record.exc_info else None
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(trace)]
+    return not modules or any(name.split(".")[0] == OWN_PACKAGE for name in modules)
 
 
 _server_log = logging.getLogger("kvd.http.server")
@@ -190,7 +192,7 @@ class HttpServer:
         for connection in self._open:
             if connection.transport is request.transport:
                 connection.understood = True
-        if 400 <= response.status < 500:
+        if response.status >= 400 and response.status != 503:
             self._metrics.dropped("http", "refused")
         _one_request(response)
 

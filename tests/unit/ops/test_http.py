@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import closing
 
 import aiohttp
 import pytest
-from aiohttp.http_exceptions import BadHttpMessage
 
 from kvd.addresses import HostPort
 from kvd.core.instructions import Record
 from kvd.http import MAX_BODY, HttpServer
 from kvd.local.listener import BindError
 from kvd.metrics import Metrics
+from kvd.peers.bootstrap import PATH
 from tests.conftest import wait_for_async
 
 LOOPBACK = HostPort("127.0.0.1", 0)
@@ -232,22 +231,49 @@ async def _eof(reader: asyncio.StreamReader) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "logged"),
+    "head",
     [
-        (aiohttp.ClientConnectionResetError("hung up"), False),
-        (BadHttpMessage("no HTTP"), False),
-        (KeyError("ours"), True),
+        b"no HTTP at all",
+        b"GET /healthz HTTP/1.1\r\nHost: a\r\nExpect: \xff\xfe",
+        b"GET /nothing HTTP/1.1\r\nHost: a\r\nExpect: \xff\xfe",
+        b"GET /heal\xff HTTP/1.1\r\nHost: \xff",
     ],
 )
-def test_strangers_cannot_fill_the_log(
-    caplog: pytest.LogCaptureFixture, error: Exception, logged: bool
+async def test_strangers_are_counted_and_cannot_fill_the_log(
+    server: HttpServer, caplog: pytest.LogCaptureFixture, head: bytes
 ) -> None:
-    """What aiohttp logs of a request that failed is kept only where the fault is ours."""
-    log = logging.getLogger("kvd.http.server")
-    propagates, log.propagate = log.propagate, True
-    try:
-        with caplog.at_level(logging.ERROR):
-            log.error("Error handling request", exc_info=error)
-    finally:
-        log.propagate = propagates
-    assert bool(caplog.records) is logged
+    assert server.address is not None
+    reader, writer = await asyncio.open_connection(*server.address)
+    writer.write(head + b"\r\n\r\n")
+    await reader.read()
+    writer.close()
+    await wait_for_async(lambda: not server.connections)
+    dropped = [
+        server._metrics.value("kvd_dropped_total", where="http", reason=reason)
+        for reason in ("refused", "bad_request")
+    ]
+    assert sum(dropped) == 1
+    assert [record.message for record in caplog.records] == []
+
+
+async def test_a_client_that_hangs_up_before_its_answer_is_not_logged(
+    server: HttpServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert server.address is not None
+    for _ in range(30):
+        _, writer = await asyncio.open_connection(*server.address)
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\n\r\n")
+        writer.transport.abort()
+        await wait_for_async(lambda: not server.connections)
+    assert [record.message for record in caplog.records] == []
+
+
+async def test_our_own_faults_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(own: bool) -> dict[str, object]:
+        raise KeyError("ours")
+
+    server = HttpServer(Metrics(), ready=dict, bootstrap=broken)
+    await server.start(LOOPBACK)
+    assert (await get(server, PATH))[0] == 500
+    await server.aclose()
+    assert ["Error handling request" in record.message for record in caplog.records] == [True]

@@ -16,13 +16,14 @@ from kvd.protocol.types import Geometry, LayerLayout, PeerAddr, Rank, Role
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """A shim said Hello and was let in."""
+    """A shim said Hello and was let in. `probe`: no engine, but one that only tries peers."""
 
     session: int
     engine_id: str
     epoch: int
     rank: Rank
     role: Role
+    probe: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,10 @@ class ReleaseSession:
 
 @dataclass(frozen=True, slots=True)
 class ConnectPeer:
-    """Answered by PeerUp or PeerDown. Keeps trying until DisconnectPeer."""
+    """Answered by PeerUp or PeerDown. Keeps trying until DisconnectPeer.
+
+    For a peer that is being connected to it means: without a pause, now.
+    """
 
     peer: PeerAddr
 

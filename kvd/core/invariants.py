@@ -173,6 +173,7 @@ def _check_attachments(core: Core) -> None:
     for found in core.peers.by_addr.values():
         busy = found.attachments or found.notifies
         assert busy or ("peer", found.addr) in core.ctx.deadlines, "an idle peer without an end"
+        assert busy or not found.only_probed, "a probe left a peer"
         for number in found.notifies:
             assert ("notify", found.addr, number) in core.ctx.deadlines
 

@@ -147,7 +147,15 @@ peer_messages = st.one_of(
     st.builds(peer.HeartbeatAck, small),
 )
 events = st.one_of(
-    st.builds(ev.SessionOpened, sessions, engine_ids, small, st.just(Rank()), st.just("both")),
+    st.builds(
+        ev.SessionOpened,
+        sessions,
+        engine_ids,
+        small,
+        st.just(Rank()),
+        st.just("both"),
+        st.booleans(),
+    ),
     st.builds(
         ev.SessionRegistered,
         sessions,

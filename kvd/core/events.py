@@ -143,6 +143,17 @@ class PullFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class TicketRead:
+    """Our data server sent all that one request under the ticket asked for, and it was valid.
+
+    Several requests may be told by one event. Transports whose consumers read by themselves
+    never cause it.
+    """
+
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """A deadline may have passed."""
 
@@ -167,6 +178,7 @@ Event = (
     | TransportFailed
     | PullDone
     | PullFailed
+    | TicketRead
     | Tick
     | DrainStarted
 )

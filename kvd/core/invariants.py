@@ -102,6 +102,7 @@ def _check_requests(core: Core) -> None:
             else:
                 assert request.nbytes == 0
     assert len(tickets) == len(set(tickets)), "one ticket for two grants"
+    assert set(tickets) == set(core.grants.by_ticket)
     assert count == core.grants.count
     assert parked == core.grants.parked
     assert parked_by == core.grants.parked_by

@@ -41,6 +41,14 @@ def status_of(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> dict[str, A
     return found
 
 
+def transfers_of(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    code, out, _ = run(capsys, "transfers", "--json", "--socket", daemon.socket)
+    assert code == 0
+    found = json.loads(out)
+    assert isinstance(found, list)
+    return found
+
+
 def test_status_and_transfers_tell_what_moved(
     pair: Pair, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,6 +77,19 @@ def test_status_and_transfers_tell_what_moved(
     assert older["peer"] == str(pair.p.address)
     stages = older["stages"]
     assert 0 <= stages["parked"] <= stages["granted"] <= stages["last_byte"] <= stages["told"]
+
+    served = wait_for(
+        lambda: [t for t in transfers_of(pair.p, capsys) if t["transfer_id"] == "moved"],
+        what="the producer's daemon knows that it ended",
+    )[0]
+    assert (served["direction"], served["transport"]) == ("served", done.transport)
+    told = served["stages"]
+    assert 0 <= told["granted"] <= told["told"]
+    assert told["parked"] <= told["granted"]
+    if done.transport == "tcp":
+        assert told["granted"] <= told["first_byte"] <= told["last_byte"] <= told["told"]
+    else:
+        assert (told["first_byte"], told["last_byte"]) == (-1, -1)
 
     code, out, _ = run(capsys, "status", "--socket", pair.d.socket, "--socket", pair.p.socket)
     assert code == 0

@@ -181,6 +181,7 @@ events = st.one_of(
     st.builds(ev.TransportFailed, attach_ids, codes, codes),
     st.builds(ev.PullDone, st.integers(0, 60), small),
     st.builds(ev.PullFailed, st.integers(0, 60), codes, codes),
+    st.builds(ev.TicketRead, st.binary(min_size=16, max_size=16)),
     st.builds(ev.Tick),
 )
 

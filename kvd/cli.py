@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -28,6 +29,8 @@ from kvd.protocol.version import PROTO_MAJOR, PROTO_MINOR
 EX_USAGE = 2
 EX_CONFIG = 78
 EX_INTERRUPTED = 130
+MAX_WIDTH = 100
+"""Of help, in columns."""
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -223,10 +226,8 @@ def _help_format(prog: str) -> argparse.HelpFormatter:
 
 
 def _width() -> int:
-    try:
-        return min(100, os.get_terminal_size().columns)
-    except OSError:
-        return 100
+    """That of the terminal, or of COLUMNS, which goes before it; long lines are hard to read."""
+    return min(MAX_WIDTH, shutil.get_terminal_size((MAX_WIDTH, 24)).columns)
 
 
 def build_parser() -> _Parser:

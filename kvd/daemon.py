@@ -107,7 +107,7 @@ class Daemon:
             routes=control.add_to,
         )
         self._bootstrap_http = HttpServer(metrics, ready=self._not_ready, bootstrap=self._bootstrap)
-        self._data = DataPlane(settings, metrics)
+        self._data = DataPlane(settings, metrics, feed=self._feed)
         self._server = PeerServer(
             self._context,
             feed=self._feed,

@@ -19,6 +19,7 @@ from kvd.metrics import Metrics
 from kvd.peers.resolve import in_networks
 from kvd.protocol.peer import NcclToConsumer, NcclToProducer, ToConsumer, ToProducer
 from kvd.protocol.types import PeerAddr
+from kvd.reads import Reads
 from kvd.settings import Settings
 from kvd.transport.base import TicketView, TransportError
 from kvd.transport.channel import load_tls
@@ -34,9 +35,12 @@ log = structlog.get_logger("kvd.data")
 class DataPlane:
     """`start` before use; `aclose` at the end, once no puller is open any more."""
 
-    def __init__(self, settings: Settings, metrics: Metrics) -> None:
-        """Raises ConfigError for a transport that cannot be had here."""
+    def __init__(
+        self, settings: Settings, metrics: Metrics, *, feed: Callable[[Event], None]
+    ) -> None:
+        """Make it on the loop. Raises ConfigError for a transport that cannot be had here."""
         self._metrics = metrics
+        self._reads = Reads(feed)
         self._at = settings.data_listen_at
         self._allow = tuple(parse_network(text) for text in settings.allow_peers)
         files = (settings.tls_cert, settings.tls_key, settings.tls_ca)
@@ -82,7 +86,9 @@ class DataPlane:
     def start(self) -> None:
         """Listens for data connections where a transport wants it. Raises BindError."""
         try:
-            self._server = self.transports.start_server(self._at.host, self._at.port, self._admit)
+            self._server = self.transports.start_server(
+                self._at.host, self._at.port, self._admit, self._reads.note
+            )
         except TransportError as e:
             raise BindError(
                 f"data_listen: {e.detail} (give another with --data-listen; port 0 is any free one)"

@@ -218,7 +218,7 @@ class Settings(GpuSettings):
     # --- traces
     otlp_endpoint: str = _setting(
         "",
-        "URL that spans of transfers are sent to by OTLP over HTTP, such as "
+        "URL that spans of fetches are sent to by OTLP over HTTP, such as "
         'http://127.0.0.1:4318/v1/traces; needs the extra otel; "" sends none',
         group="Logs",
         pattern=r"^(https?://\S+)?$",

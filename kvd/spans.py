@@ -1,5 +1,6 @@
-"""OpenTelemetry: one span for each transfer, joined to its request's trace. Optional.
+"""OpenTelemetry: one span for each fetch, joined to its request's trace. Optional.
 
+What was served to a peer has none: its request's trace is not known here.
 Without `otlp_endpoint` nothing of it is imported; with it, the extra `otel` must be installed.
 """
 

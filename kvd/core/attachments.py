@@ -38,7 +38,7 @@ class Attachments:
         assert session.memory is not None
         one = self.by_key.get((session.id, addr, fetch.engine_id))
         if one is None:
-            found = self.peers.reach(addr)
+            found = self.peers.reach(addr, probe=session.probe)
             if len(self.by_id) >= self.ctx.config.max_attachments:
                 raise Refusal(Code.OVERLOADED, "max_attachments is reached")
             one = Attachment(self._new_id(), session, session.memory, found, fetch.engine_id)
@@ -62,7 +62,7 @@ class Attachments:
     def leave(self, fetch: Fetch, one: Attachment) -> None:
         one.fetches.pop(fetch, None)
         if not one.fetches and one.state is AttachState.OPEN:
-            self.ctx.deadlines.set(("attach", one.id), self.ctx.now + self.ctx.config.peer_idle_s)
+            self.keep(one, self.ctx.config.peer_idle_s)
 
     # --- events -----------------------------------------------------------------------------
 
@@ -193,9 +193,14 @@ class Attachments:
         """What may be asked for, as far as it can be known on this side."""
         return [name for name in self.ctx.config.transports if not self._unusable(one, name)]
 
+    def keep(self, one: Attachment, seconds: float) -> None:
+        """It may be of use for so long to an engine; to a probe it is not."""
+        kept_s = 0.0 if one.session.probe else seconds
+        self.ctx.deadlines.set(("attach", one.id), self.ctx.now + kept_s)
+
     def failed(self, one: Attachment, failure: Refusal) -> AttachState:
         one.failure = failure
-        self.ctx.deadlines.set(("attach", one.id), self.ctx.now + self.ctx.config.failure_cache_s)
+        self.keep(one, self.ctx.config.failure_cache_s)
         self._record("attach_failed", one, failure)
         return AttachState.FAILED
 
@@ -286,7 +291,7 @@ def _refused(owner: Attachments, one: Attachment, failure: Refusal) -> AttachSta
 def _opened(owner: Attachments, one: Attachment, _: object) -> AttachState:
     owner.ctx.deadlines.clear(("attach", one.id))
     if not one.fetches:
-        owner.ctx.deadlines.set(("attach", one.id), owner.ctx.now + owner.ctx.config.peer_idle_s)
+        owner.keep(one, owner.ctx.config.peer_idle_s)
     owner.opened_record(one)
     return S.OPEN
 

@@ -16,13 +16,14 @@ from kvd.protocol.types import Geometry, LayerLayout, PeerAddr, Rank, Role
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """A shim said Hello and was let in."""
+    """A shim said Hello and was let in. `probe`: no engine, but one that only tries peers."""
 
     session: int
     engine_id: str
     epoch: int
     rank: Rank
     role: Role
+    probe: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,17 @@ class PullFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class TicketRead:
+    """Our data server sent all that one request under the ticket asked for, and it was valid.
+
+    Several requests may be told by one event. Transports whose consumers read by themselves
+    never cause it.
+    """
+
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """A deadline may have passed."""
 
@@ -166,6 +178,7 @@ Event = (
     | TransportFailed
     | PullDone
     | PullFailed
+    | TicketRead
     | Tick
     | DrainStarted
 )

@@ -196,7 +196,13 @@ class Fetches:
                 close = peer.FetchClose(fetch.id, str(code), fetch.received)
                 self.peers.send(one.peer, one.boot_id, close)
             self.attachments.leave(fetch, one)
-        stages = self._stages(fetch)
+        stages = Stages.since(
+            fetch.asked_at,
+            granted=fetch.granted_at,
+            first_byte=fetch.first_byte,
+            last_byte=fetch.last_byte,
+            parked=fetch.parked_at,
+        )
         tokens = self._tokens(fetch)
         transport = one.transport if one is not None else ""
         generation = fetch.generation if fetch.generation is not None else message.generation or 0
@@ -232,17 +238,6 @@ class Fetches:
             traceparent=message.traceparent,
         )
         return FetchState.TOLD
-
-    def _stages(self, fetch: Fetch) -> Stages:
-        def after(when: float) -> float:
-            return when - fetch.asked_at if when >= 0 else -1.0
-
-        return Stages(
-            after(fetch.granted_at),
-            after(fetch.first_byte),
-            after(fetch.last_byte),
-            after(fetch.parked_at),
-        )
 
     def _tokens(self, fetch: Fetch) -> int:
         if fetch.failure is None:

@@ -33,6 +33,8 @@ class Grants:
         """Parked requests by peer; peers without any are not in it."""
         self.bytes_by: Counter[str] = Counter()
         """Bytes that are granted and not closed, likewise."""
+        self.by_ticket: dict[bytes, Request] = {}
+        """Those that are granted."""
 
     # --- from clients -----------------------------------------------------------------------
 
@@ -48,7 +50,7 @@ class Grants:
         if self.count >= self._ctx.config.max_fetches:
             self._refuse_message(client, message, Code.OVERLOADED, "max_fetches is reached")
             return
-        request = Request(client, attachment, message)
+        request = Request(client, attachment, message, self._ctx.now)
         client.requests[message.fetch_id] = request
         self.count += 1
         try:
@@ -63,6 +65,12 @@ class Grants:
         if request is not None:
             ok = message.code == Code.OK
             self._end(request, Code.OK if ok else failure_code(message.code), message.nbytes)
+
+    def read(self, ticket: bytes) -> None:
+        """Some of it was sent from here; it may have ended meanwhile."""
+        request = self.by_ticket.get(ticket)
+        if request is not None:
+            request.read(self._ctx.now)
 
     def client_left(self, client: Client, code: Code) -> None:
         for request in list(client.requests.values()):
@@ -194,6 +202,7 @@ class Grants:
                 self._grant(request, offer)
             else:
                 request.state = RequestState.HELD
+                request.waits(self._ctx.now)
             return
         # A generation that was taken back may be followed by another: who named none waits for it.
         over = tomb is not None and (wanted is not None or tomb.reason is not Code.REVOKED)
@@ -244,6 +253,8 @@ class Grants:
         self._charge(request, offer)
         request.state = RequestState.GRANTED
         request.ticket = self._ctx.token()
+        request.granted(self._ctx.now)
+        self.by_ticket[request.ticket] = request
         request.sent = [0] * len(offer.blocks)
         blocks = self._new_blocks(request, offer)
         end = request.message.end
@@ -370,6 +381,7 @@ class Grants:
     def _close_ticket(self, request: Request) -> None:
         if request.ticket:
             self._ctx.emit(CloseTicket(request.ticket))
+            del self.by_ticket[request.ticket]
             request.ticket = b""
             _less(self.bytes_by, request.client.peer, request.nbytes)
             request.nbytes = 0
@@ -382,6 +394,8 @@ class Grants:
             transfer_id=offer.transfer_id,
             nbytes=nbytes,
             transport=request.attachment.transport,
+            seconds=self._ctx.now - request.asked_at,
+            stages=request.stages,
         )
 
     def _granted_bytes(self, request: Request, offer: Offer) -> int:
@@ -409,6 +423,7 @@ class Grants:
 
     def _park(self, request: Request, wait: float) -> None:
         request.state = RequestState.PARKED
+        request.waits(self._ctx.now)
         self._ctx.deadlines.clear(("grant", *request.key))
         self._ctx.deadlines.set(("park", *request.key), self._ctx.now + wait)
         session = request.attachment.session

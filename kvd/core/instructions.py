@@ -42,7 +42,10 @@ class ReleaseSession:
 
 @dataclass(frozen=True, slots=True)
 class ConnectPeer:
-    """Answered by PeerUp or PeerDown. Keeps trying until DisconnectPeer."""
+    """Answered by PeerUp or PeerDown. Keeps trying until DisconnectPeer.
+
+    For a peer that is being connected to it means: without a pause, now.
+    """
 
     peer: PeerAddr
 
@@ -148,8 +151,8 @@ class Record:
 
     Kinds and fields: `fetch_done` (code, fetch_id, transfer_id, generation, engine_id,
     transport, tokens, nbytes, early_bytes, seconds, stages); `fetch_served` (code, fetch_id,
-    transfer_id, nbytes, transport); `offer_ended` (reason, transfer_id, generation, engine_id,
-    fetches);
+    transfer_id, nbytes, transport, seconds, stages: both since the request came); `offer_ended`
+    (reason, transfer_id, generation, engine_id, fetches);
     `refused` (code, what, detail); `attached` / `attach_failed` (attach_id, peer, transport,
     code, detail); `late` (what).
     """

@@ -102,6 +102,7 @@ def _check_requests(core: Core) -> None:
             else:
                 assert request.nbytes == 0
     assert len(tickets) == len(set(tickets)), "one ticket for two grants"
+    assert set(tickets) == set(core.grants.by_ticket)
     assert count == core.grants.count
     assert parked == core.grants.parked
     assert parked_by == core.grants.parked_by
@@ -173,6 +174,7 @@ def _check_attachments(core: Core) -> None:
     for found in core.peers.by_addr.values():
         busy = found.attachments or found.notifies
         assert busy or ("peer", found.addr) in core.ctx.deadlines, "an idle peer without an end"
+        assert busy or not found.only_probed, "a probe left a peer"
         for number in found.notifies:
             assert ("notify", found.addr, number) in core.ctx.deadlines
 

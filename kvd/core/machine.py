@@ -83,6 +83,7 @@ class Core:
             ev.TransportFailed: self._transport_failed,
             ev.PullDone: self._pull_done,
             ev.PullFailed: self._pull_failed,
+            ev.TicketRead: lambda event: self.grants.read(event.ticket),
             ev.Tick: lambda event: None,
             ev.DrainStarted: self._drain_started,
         }

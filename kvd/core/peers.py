@@ -41,6 +41,8 @@ class Peer:
     boot_id: int = 0
     daemon_id: str = ""
     same_host: bool = False
+    only_probed: bool = False
+    """No engine ever asked for it; it is forgotten when the last probe ends."""
     attachments: dict[Attachment, None] = field(default_factory=dict)
     notifies: dict[int, Notify] = field(default_factory=dict)
     """In the order in which they were sent."""
@@ -59,15 +61,23 @@ class Peers:
         self.by_addr: dict[PeerAddr, Peer] = {}
         self.num_notifies = 0
 
-    def reach(self, addr: PeerAddr) -> Peer:
-        """The peer, being connected to. Raises Refusal if it just failed, or is one too many."""
+    def reach(self, addr: PeerAddr, *, probe: bool) -> Peer:
+        """The peer, being connected to. Raises Refusal if it just failed, or is one too many.
+
+        For a probe it is tried anew, however it ended last.
+        """
         found = self.by_addr.get(addr)
         if found is None:
             if len(self.by_addr) >= self._ctx.config.max_peers:
                 raise Refusal(Code.OVERLOADED, "max_peers is reached")
-            found = self.by_addr[addr] = Peer(addr)
+            found = self.by_addr[addr] = Peer(addr, only_probed=probe)
             self._ctx.emit(ConnectPeer(addr))
             self.idle_or_not(found)
+        elif probe:
+            if not found.up:
+                self._ctx.emit(ConnectPeer(addr))
+            return found
+        found.only_probed = probe
         if not found.up and found.failure is not None and found.failed_until > self._ctx.now:
             raise Refusal(found.failure.code, found.failure.detail)
         return found
@@ -124,7 +134,8 @@ class Peers:
         if found.attachments or found.notifies:
             self._ctx.deadlines.clear(key)
         elif key not in self._ctx.deadlines:
-            self._ctx.deadlines.set(key, self._ctx.now + self._ctx.config.peer_idle_s)
+            kept_s = 0.0 if found.only_probed else self._ctx.config.peer_idle_s
+            self._ctx.deadlines.set(key, self._ctx.now + kept_s)
 
     def idle_passed(self, addr: PeerAddr) -> None:
         found = self.by_addr.get(addr)
@@ -144,7 +155,7 @@ class Peers:
         try:
             if self.num_notifies >= self._ctx.config.max_notifies:
                 raise Refusal(Code.OVERLOADED, "max_notifies is reached")
-            found = self.reach(addr)
+            found = self.reach(addr, probe=session is not None and session.probe)
         except Refusal as refusal:
             self._tell(notify, refusal.code)
             return

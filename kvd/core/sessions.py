@@ -72,6 +72,8 @@ class Session:
     epoch: int
     rank: Rank
     role: Role
+    probe: bool = False
+    """It only tries peers: each fetch really tries, and what it leaves is forgotten at once."""
     alive: bool = True
     closed: bool = False
     """The shell said that the connection is gone."""
@@ -129,7 +131,9 @@ class Sessions:
         if event.session in self.by_id:
             self._ctx.refused(Code.DUPLICATE, "SessionOpened", f"session {event.session}")
             return None, []
-        session = Session(event.session, event.engine_id, event.epoch, event.rank, event.role)
+        session = Session(
+            event.session, event.engine_id, event.epoch, event.rank, event.role, event.probe
+        )
         rivals = [
             other
             for other in self.by_id.values()

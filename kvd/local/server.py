@@ -165,6 +165,7 @@ class LocalServer:
                 epoch=hello.epoch,
                 rank=hello.rank,
                 role=hello.role,
+                probe=hello.client == local.DOCTOR,
             )
         )
         session.welcome(self._welcome())

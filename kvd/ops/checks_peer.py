@@ -291,7 +291,7 @@ def _engine(socket_path: str, engine_id: str) -> Iterator[tuple[Client, memoryvi
         LAYERS, BLOCKS, NBYTES, block_size=BLOCK_SIZE, model="kvd-doctor"
     )
     try:
-        with Client(socket_path, engine_id=engine_id, client="kvd-doctor") as client:
+        with Client(socket_path, engine_id=engine_id, client=local.DOCTOR) as client:
             client.describe(description)
             client.wait_up(TRANSFER_S)
             with memoryview(mapping) as view:

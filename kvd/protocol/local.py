@@ -32,6 +32,8 @@ from kvd.protocol.types import (
 MAX_FRAME = 64 * 1024
 MAX_TRACEPARENT = 64
 """W3C's has 55 characters."""
+DOCTOR = "kvd-doctor"
+"""`Hello.client` of one that only tries peers (`kvd doctor --peer`), and needs none of them."""
 
 
 class LocalMessage(Struct, frozen=True, tag_field="t", tag=lambda name: name):

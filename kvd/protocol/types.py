@@ -111,13 +111,23 @@ class Watermark(Struct, frozen=True):
 
 
 class Stages(Struct, frozen=True):
-    """When a fetch passed each stage, in seconds after it was asked; -1 where it never did."""
+    """When a fetch passed each stage, in seconds after it was asked; -1 where it never did, or
+    where this side cannot know."""
 
     granted: float = -1.0
     first_byte: float = -1.0
+    """When the first piece of it was there: the first copy, or the first request that was sent."""
     last_byte: float = -1.0
     parked: float = -1.0
     """Put to the producer's daemon, where it waits until it is granted."""
+
+    @classmethod
+    def since(
+        cls, start: float, *, granted: float, first_byte: float, last_byte: float, parked: float
+    ) -> Stages:
+        """From times on one clock, of which those below 0 are not known."""
+        times = (granted, first_byte, last_byte, parked)
+        return cls(*(when - start if when >= 0 else -1.0 for when in times))
 
 
 Role = Literal["producer", "consumer", "both"]

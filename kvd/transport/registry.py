@@ -16,7 +16,7 @@ from kvd.transport.options import TransportOptions
 from kvd.transport.pulse import Pulse
 from kvd.transport.shm import ShmPuller
 from kvd.transport.tcp_puller import TcpPuller
-from kvd.transport.tcp_server import TcpServer
+from kvd.transport.tcp_server import TcpServer, admit_anybody, tell_nobody
 from kvd.transport.tcp_socket import check_congestion
 
 log = structlog.get_logger("kvd.transport")
@@ -107,17 +107,20 @@ class Transports:
         return self.shm(local, remote)
 
     def start_server(
-        self, host: str, port: int, admit: Callable[[str], bool] | None = None
+        self,
+        host: str,
+        port: int,
+        admit: Callable[[str], bool] = admit_anybody,
+        on_read: Callable[[bytes], None] = tell_nobody,
     ) -> TcpServer | None:
         """The data server, listening; None if no transport here needs one.
 
-        `admit(address)` says whether a host may connect. Raises TransportError.
+        `admit(address)` says whether a host may connect; `on_read(ticket)` hears, on a thread of
+        the server, of each request that was served. Raises TransportError.
         """
         if "tcp" not in self.names:
             return None
-        if admit is None:
-            return TcpServer(host, port, self.options, pulse=self._pulse)
-        return TcpServer(host, port, self.options, admit, self._pulse)
+        return TcpServer(host, port, self.options, admit, self._pulse, on_read)
 
     def stuck(self, limit_s: float) -> list[str]:
         """Names of threads that ended, or that did not get on with their work for `limit_s`."""

@@ -38,8 +38,12 @@ DROP_REASONS = (
 """Why connections are closed, and (the codes) why single requests are refused."""
 
 
-def _anybody(host: str) -> bool:
+def admit_anybody(host: str) -> bool:
     return True
+
+
+def tell_nobody(ticket: bytes) -> None:
+    pass
 
 
 class TcpServer:
@@ -50,15 +54,18 @@ class TcpServer:
         host: str,
         port: int,
         options: TransportOptions,
-        admit: Callable[[str], bool] = _anybody,
+        admit: Callable[[str], bool] = admit_anybody,
         pulse: Pulse | None = None,
+        on_read: Callable[[bytes], None] = tell_nobody,
     ) -> None:
         """Binds and listens; `port` 0 takes a free one. `admit(address)` is asked for each
-        connection. Raises TransportError naming the address."""
+        connection; `on_read(ticket)` hears of each request that was served, before the peer
+        does, on the connection's thread. Raises TransportError naming the address."""
         check_congestion(options.tcp_congestion)
         self.options = options
         self.pulse = pulse or Pulse()
         self._admit = admit
+        self._on_read = on_read
         self._tickets: dict[bytes, TicketView] = {}
         self._lock = threading.Lock()
         self._connections: dict[Connection, threading.Thread] = {}
@@ -109,9 +116,10 @@ class TcpServer:
     def ticket(self, ticket: bytes) -> TicketView | None:
         return self._tickets.get(ticket)
 
-    def count_served(self, nbytes: int) -> None:
+    def count_served(self, ticket: bytes, nbytes: int) -> None:
         with self._lock:
             self._served_bytes += nbytes
+        self._on_read(ticket)
 
     def count_dropped(self, reason: str) -> None:
         with self._lock:

@@ -61,7 +61,7 @@ class Server(Protocol):
 
     def ticket(self, ticket: bytes) -> TicketView | None: ...
 
-    def count_served(self, nbytes: int) -> None: ...
+    def count_served(self, ticket: bytes, nbytes: int) -> None: ...
 
     def count_dropped(self, reason: str) -> None: ...
 
@@ -178,7 +178,7 @@ class Connection:
             while vector.left:
                 self._push(vector, socket.MSG_MORE)
         if fault is None:
-            self._server.count_served(request.nbytes)
+            self._server.count_served(request.ticket, request.nbytes)
             commit = pack_head(Head(Kind.COMMIT, request.request, request.nbytes))
             self._send(commit + (pack_crc(crc) if request.checked else b""))
         else:

@@ -55,6 +55,29 @@ async def test_requests_outside_the_ticket_are_refused(
         assert head.kind is Kind.COMMIT
 
 
+async def test_each_request_that_was_served_is_told(
+    monkeypatch: pytest.MonkeyPatch, clients: Callable[..., RawClient]
+) -> None:
+    heard: list[bytes] = []
+    async with served(monkeypatch) as (_, harness):
+        server = TcpServer("127.0.0.1", 0, OPTIONS, on_read=heard.append)
+        try:
+            server.open_ticket(TICKET, harness.view([range(40), range(40)]))
+            client = clients(server.port)
+            for asked, kind, count in (
+                (request([1]), Kind.COMMIT, 1),
+                (request([1, 40]), Kind.REFUSED, 1),
+                (request([1], ticket=b"0" * 16), Kind.REFUSED, 1),
+                (request([2, 3]), Kind.COMMIT, 2),
+            ):
+                head = await asyncio.to_thread(client.ask, asked)
+                assert head.kind is kind
+                # The peer knows by now, so this side has to.
+                assert heard == [TICKET] * count
+        finally:
+            await server.aclose()
+
+
 async def test_what_is_not_valid_yet_is_refused(
     monkeypatch: pytest.MonkeyPatch, clients: Callable[..., RawClient]
 ) -> None:

@@ -7,6 +7,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -40,6 +41,14 @@ def status_of(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> dict[str, A
     return found
 
 
+def transfers_of(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    code, out, _ = run(capsys, "transfers", "--json", "--socket", daemon.socket)
+    assert code == 0
+    found = json.loads(out)
+    assert isinstance(found, list)
+    return found
+
+
 def test_status_and_transfers_tell_what_moved(
     pair: Pair, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,6 +77,19 @@ def test_status_and_transfers_tell_what_moved(
     assert older["peer"] == str(pair.p.address)
     stages = older["stages"]
     assert 0 <= stages["parked"] <= stages["granted"] <= stages["last_byte"] <= stages["told"]
+
+    served = wait_for(
+        lambda: [t for t in transfers_of(pair.p, capsys) if t["transfer_id"] == "moved"],
+        what="the producer's daemon knows that it ended",
+    )[0]
+    assert (served["direction"], served["transport"]) == ("served", done.transport)
+    told = served["stages"]
+    assert 0 <= told["granted"] <= told["told"]
+    assert told["parked"] <= told["granted"]
+    if done.transport == "tcp":
+        assert told["granted"] <= told["first_byte"] <= told["last_byte"] <= told["told"]
+    else:
+        assert (told["first_byte"], told["last_byte"]) == (-1, -1)
 
     code, out, _ = run(capsys, "status", "--socket", pair.d.socket, "--socket", pair.p.socket)
     assert code == 0
@@ -191,6 +213,31 @@ def test_watch_fits_a_terminal_of_80_columns(pair: Pair) -> None:
     for words in (producer.engine_id, "Engines", "Peers that we ask", "Offers", "Failures"):
         assert words in text
     Path(os.environ.get("KVDTEST_SCREEN", os.devnull)).write_text(text)
+
+
+def test_doctor_leaves_no_peer_behind(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon = site.daemon("d").ready()
+    at = ("--json", "--socket", daemon.socket)
+
+    def problems(*more: object) -> dict[str, str]:
+        _, out, _ = run(capsys, "doctor", *at, *more)
+        return {f["check"]: f["what"] for f in json.loads(out)["findings"] if f["level"] != "ok"}
+
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        for tries in (1, 2):
+            found = problems("--peer", address)
+            assert "refuses connections" in found["transfer"]
+            assert "peers" not in found
+            assert status_of(daemon, capsys)["peers"] == []
+            lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
+            assert sum(line["event"] == "peer_down" for line in lines) == tries
+    assert "peers" not in problems()
+    other = site.daemon("p", listen=address).ready()
+    assert str(other.address) == address
+    assert "nobody there offers blocks" in problems("--peer", address)["transfer"]
+    assert status_of(daemon, capsys)["peers"] == []
 
 
 def test_doctor_moves_known_blocks_from_a_peer(

@@ -114,6 +114,87 @@ def test_a_peer_that_never_came_up(world: World, consumer: Engine, producer: Eng
     assert consumer.done("h").code == "ok"
 
 
+def peers(engine: Engine) -> dict[str, int]:
+    return engine.node.core.statistics().peers
+
+
+NONE = {"up": 0, "down": 0}
+
+
+def test_a_probe_that_failed_leaves_no_peer(world: World, producer: Engine) -> None:
+    del world.nodes[producer.node.addr]
+    node = world.node("d")
+    for number in range(3):
+        doctor = node.engine(f"doctor-{number}", probe=True)
+        doctor.fetch("f", "T", producer, end=32)
+        assert peers(doctor) == {"up": 0, "down": 1}
+        # Not because it was said to fail: each is connected to before it fails.
+        assert not doctor.took(local.FetchDone)
+        world.settle()
+        assert doctor.done("f").code == "peer_unreachable"
+        assert peers(doctor) == NONE
+        assert node.core.statistics().attachments["failed"] == 0
+        assert node.connected == set()
+        doctor.close()
+
+
+def test_a_probe_that_went_well_leaves_no_peer(world: World, producer: Engine) -> None:
+    doctor = world.node("d").engine("doctor", probe=True)
+    producer.offer("T", tokens=32)
+    doctor.fetch("f", "T", producer, end=32)
+    world.settle()
+    assert doctor.done("f").code == "ok"
+    assert peers(doctor) == NONE
+    assert doctor.node.transports == {}
+    assert producer.node.core.statistics().client_attachments == 0
+    doctor.fetch("g", "U", producer, end=32, park=0.0)
+    world.settle()
+    assert doctor.done("g").code == "unknown_transfer"
+    assert peers(doctor) == NONE
+
+
+def test_a_probe_that_gives_up_leaves_no_peer(world: World, producer: Engine) -> None:
+    world.auto_connect = False
+    doctor = world.node("d").engine("doctor", probe=True)
+    doctor.fetch("f", "T", producer, end=32)
+    doctor.close()
+    assert peers(doctor) == NONE
+    assert doctor.node.connected == set()
+
+
+def test_a_probe_tries_a_peer_that_is_known_to_be_down(
+    world: World, consumer: Engine, producer: Engine
+) -> None:
+    del world.nodes[producer.node.addr]
+    consumer.fetch("f", "T", producer, end=32)
+    world.settle()
+    assert consumer.done("f").code == "peer_unreachable"
+    world.nodes[producer.node.addr] = producer.node
+    producer.offer("T", tokens=32)
+    consumer.fetch("g", "T", producer, end=32)
+    assert consumer.done("g").code == "peer_unreachable"
+    doctor = consumer.node.engine("doctor", probe=True)
+    doctor.fetch("f", "T", producer, end=32)
+    world.settle()
+    assert doctor.done("f").code == "ok"
+    # An engine asked for it too: it stays.
+    assert peers(consumer) == {"up": 1, "down": 0}
+    world.advance(CoreConfig().peer_idle_s + 0.1)
+    assert peers(consumer) == NONE
+
+
+def test_a_peer_that_an_engine_came_to_use_outlives_the_probe(
+    world: World, consumer: Engine, producer: Engine
+) -> None:
+    doctor = consumer.node.engine("doctor", probe=True)
+    doctor.fetch("f", "T", producer, end=32, park=30.0)
+    world.settle()
+    consumer.say(local.Renew("T", 1, producer.node.addr, "P"))
+    world.settle()
+    doctor.close()
+    assert peers(consumer) == {"up": 1, "down": 0}
+
+
 def test_attaching_has_a_deadline(world: World, producer: Engine, consumer: Engine) -> None:
     for stage in ("connect", "answer", "open"):
         world = World()

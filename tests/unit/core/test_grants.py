@@ -13,7 +13,7 @@ from kvd.core.config import CoreConfig
 from kvd.core.packed import NULL, pack, unpack
 from kvd.protocol import local, peer
 from kvd.protocol.codes import Code
-from kvd.protocol.types import Rank, Watermark
+from kvd.protocol.types import Rank, Stages, Watermark
 from tests.unit.core.world import BLOCK, NBYTES, Engine, World, digest, geometry
 
 M = TypeVar("M")
@@ -354,6 +354,86 @@ def test_what_was_served_is_counted_by_the_producer(producer: Engine, daemon: Da
     assert served["nbytes"] == 2 * 3 * NBYTES
     assert (served["code"], served["transport"]) == ("ok", "shm")
     assert producer.node.tickets == {}
+
+
+def stages(producer: Engine) -> dict[str, float]:
+    """Of what was served last, in seconds since it was asked for; -1 is not known."""
+    served = producer.node.recorded("fetch_served")[-1]
+    told, seconds = served["stages"], served["seconds"]
+    assert isinstance(told, Stages)
+    assert isinstance(seconds, float)
+    found = {name: getattr(told, name) for name in told.__struct_fields__} | {"told": seconds}
+    return {name: round(value, 6) for name, value in found.items()}
+
+
+def read(producer: Engine, ticket: bytes) -> None:
+    producer.node.run(ev.TicketRead(ticket))
+
+
+def test_stages_of_what_a_consumer_read_by_itself(
+    world: World, producer: Engine, daemon: Daemon
+) -> None:
+    producer.offer("T", tokens=32)
+    world.advance(1.0)
+    daemon.ask("f", "T", 0, 32)
+    world.advance(0.5)
+    daemon.say(peer.FetchClose("f", "ok", 1))
+    assert stages(producer) == {
+        "parked": -1, "granted": 0, "first_byte": -1, "last_byte": -1, "told": 0.5,
+    }  # fmt: skip
+
+
+def test_stages_of_what_waited_and_was_sent_from_here(
+    world: World, producer: Engine, daemon: Daemon
+) -> None:
+    assert daemon.ask("f", "T", 0, 32, park=9.0) == []
+    world.advance(1.0)
+    producer.offer("T", tokens=32)
+    grant = granted(daemon)
+    for _ in range(3):
+        world.advance(0.25)
+        read(producer, grant.ticket)
+    world.advance(0.5)
+    daemon.say(peer.FetchClose("f", "transport_error", 1))
+    assert stages(producer) == {
+        "parked": 0, "granted": 1, "first_byte": 1.25, "last_byte": 1.75, "told": 2.25,
+    }  # fmt: skip
+    # What is told late, or of a ticket that nobody was given, changes nothing.
+    read(producer, grant.ticket)
+    read(producer, bytes(16))
+
+
+def test_stages_of_what_waited_for_a_digest(world: World, producer: Engine, daemon: Daemon) -> None:
+    producer.open_offer("T", 1)
+    assert daemon.ask("f", "T", 0, 32) == []
+    world.advance(2.0)
+    producer.give_digests("T", 1, [32])
+    daemon.say(peer.FetchClose("f", "ok", 1))
+    assert stages(producer) == {
+        "parked": 0, "granted": 2, "first_byte": -1, "last_byte": -1, "told": 2,
+    }  # fmt: skip
+
+
+def test_stages_are_those_of_the_generation_that_was_served(
+    world: World, producer: Engine, daemon: Daemon
+) -> None:
+    producer.open_offer("T", 1)
+    producer.give_digests("T", 1, [32])
+    first = daemon.ask("f", "T", 0, 32)[0]
+    assert isinstance(first, peer.Grant)
+    world.advance(1.0)
+    read(producer, first.ticket)
+    producer.say(local.Revoke("T", 1))
+    world.advance(1.0)
+    producer.offer("T", 2, tokens=32)
+    second = granted(daemon)
+    world.advance(1.0)
+    read(producer, first.ticket)
+    daemon.say(peer.FetchClose("f", "transport_error", 1))
+    assert second.generation == 2
+    assert stages(producer) == {
+        "parked": 1, "granted": 2, "first_byte": -1, "last_byte": -1, "told": 3,
+    }  # fmt: skip
 
 
 def test_a_streamed_generation_is_waited_for_again(producer: Engine, daemon: Daemon) -> None:

@@ -147,7 +147,15 @@ peer_messages = st.one_of(
     st.builds(peer.HeartbeatAck, small),
 )
 events = st.one_of(
-    st.builds(ev.SessionOpened, sessions, engine_ids, small, st.just(Rank()), st.just("both")),
+    st.builds(
+        ev.SessionOpened,
+        sessions,
+        engine_ids,
+        small,
+        st.just(Rank()),
+        st.just("both"),
+        st.booleans(),
+    ),
     st.builds(
         ev.SessionRegistered,
         sessions,
@@ -173,6 +181,7 @@ events = st.one_of(
     st.builds(ev.TransportFailed, attach_ids, codes, codes),
     st.builds(ev.PullDone, st.integers(0, 60), small),
     st.builds(ev.PullFailed, st.integers(0, 60), codes, codes),
+    st.builds(ev.TicketRead, st.binary(min_size=16, max_size=16)),
     st.builds(ev.Tick),
 )
 

@@ -289,12 +289,13 @@ class Node:
         fence_slots: int = 64,
         geometry_changes: dict[str, object] | None = None,
         register: bool = True,
+        probe: bool = False,
     ) -> Engine:
         session = next(self.world.sessions)
         engine = Engine(self, session, engine_id, tuple(groups), num_blocks, epoch)
         self.engines[session] = engine
         self.world.engines[session] = engine
-        self.run(ev.SessionOpened(session, engine_id, epoch, rank or Rank(), role))
+        self.run(ev.SessionOpened(session, engine_id, epoch, rank or Rank(), role, probe))
         if register:
             self.run(
                 ev.SessionRegistered(
@@ -328,7 +329,6 @@ class Node:
                 assert not self.engines[session].released, "released twice"
                 self.engines[session].released = True
             case ins.ConnectPeer(addr):
-                assert addr not in self.connected
                 self.connected.add(addr)
                 if world.auto_connect:
                     world.post(lambda: world.connect(self, addr))

@@ -146,6 +146,25 @@ def test_every_setting_has_a_flag_with_help(capsys: pytest.CaptureFixture[str]) 
         assert f"{group}:" in text
 
 
+COMMANDS = (
+    "", "serve", "demo", "bench", "config", "config check", "status", "transfers", "healthcheck",
+    "drain", "release", "doctor", "keys", "keys init", "keys add", "keys list", "version",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_80_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as e:
+        main([*command.split(), "--help"])
+    assert e.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"usage: kvd {command}")
+    assert [line for line in lines if len(line) > 80] == []
+
+
 def test_flags_take_a_value_both_ways() -> None:
     parser = build_parser()
     for args in (["--listen", "a:1"], ["--listen=a:1"]):

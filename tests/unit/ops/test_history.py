@@ -37,6 +37,15 @@ def test_stages_are_seconds_since_the_engine_asked() -> None:
     }  # fmt: skip
 
 
+def test_a_transfer_that_was_served_has_the_stages_that_its_daemon_knows() -> None:
+    history = History()
+    fields = {"code": "ok", "transfer_id": "t", "stages": Stages(0.2, parked=0.0), "seconds": 0.4}
+    history.record(Record("fetch_served", fields))
+    assert history.last(1)[0]["stages"] == {
+        "parked": 0.0, "granted": 0.2, "first_byte": -1.0, "last_byte": -1.0, "told": 0.4,
+    }  # fmt: skip
+
+
 def test_failures_are_counted_by_code_with_the_last_case_of_each() -> None:
     history = History()
     history.record(done(1, "deadline", detail="first"))

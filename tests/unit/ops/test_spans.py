@@ -86,6 +86,8 @@ def test_a_failed_fetch_is_an_error_and_nothing_else_is_a_span(
 ) -> None:
     made.record(done(code="deadline", detail="too late"))
     made.record(Record("offer_ended", {"reason": "expired"}))
+    # Its request's trace is not known at the producer.
+    made.record(Record("fetch_served", {"code": "ok", "stages": Stages(0.0), "seconds": 1.0}))
     [span] = exporter.get_finished_spans()
     assert span.status.status_code is StatusCode.ERROR
     assert span.status.description == "too late"

@@ -35,6 +35,13 @@ def test_all_stages_are_shown_in_full() -> None:
     assert " ok shm " in told[-1]
 
 
+def test_what_was_served_has_dashes_for_what_its_daemon_cannot_know() -> None:
+    stages = {"parked": -1.0, "granted": 0.0, "first_byte": -1.0, "last_byte": -1.0, "told": 0.25}
+    told = lines([transfer(direction="served", stages=stages)])
+    assert " out cmpl-…" in told[-1]
+    assert told[-1].split()[-5:] == ["-", "0us", "-", "-", "250ms"]
+
+
 def test_what_failed_has_its_code_and_dashes() -> None:
     told = lines([transfer(code="geometry_mismatch", direction="served", stages={})])
     assert max(map(len, told)) <= 80

@@ -49,6 +49,13 @@ async def test_hello_is_welcomed_and_told_to_the_core(shell: Shell) -> None:
     assert welcome.boot_id == 7
     opened = await shell.hears(events.SessionOpened)
     assert (opened.engine_id, opened.epoch) == ("e1", 9)
+    assert not opened.probe
+
+
+async def test_who_only_tries_peers_is_told_apart(shell: Shell) -> None:
+    shell.connect().send(hello(client=local.DOCTOR))
+    opened = await shell.hears(events.SessionOpened)
+    assert opened.probe
 
 
 async def test_memory_is_mapped_then_told_to_the_core(shell: Shell) -> None:

@@ -203,10 +203,7 @@ class Serving:
             want.nbytes,
             np.frombuffer(want.indices, "<u4"),
         )
-        try:
-            view.memory.pin()
-        except MemoryRefused:
-            raise Refusal(Code.ENGINE_GONE, "the producer engine is gone") from None
+        _pin(view.memory)
         try:
             stretches = resolve(view, request)
             self._check(view, want)
@@ -235,10 +232,10 @@ class Serving:
             return self.comm.send(chunk.slot, nbytes), None
         try:
             self._check(run.view, chunk.want)
-            run.memory.pin()
-        except (Refusal, MemoryRefused) as exc:
+            _pin(run.memory)
+        except Refusal as refusal:
             # The receive is posted, so that bytes must go; any will do.
-            return self.comm.send(chunk.slot, nbytes), Refusal(exc.code, exc.detail)
+            return self.comm.send(chunk.slot, nbytes), refusal
         sending = self.comm.send(run.address, nbytes)
         self._lent[sending] = run.memory
         sending.add_done_callback(lambda _: self._lent.pop(sending).unpin())
@@ -302,3 +299,11 @@ class Serving:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _pin(memory: DeviceMemory) -> None:
+    """Raises Refusal."""
+    try:
+        memory.pin()
+    except MemoryRefused:
+        raise Refusal(Code.ENGINE_GONE, "the producer engine is gone") from None

@@ -153,11 +153,14 @@ async def test_either_side_can_do_without(bench: tuple[Rig, Bench], side: str) -
 # --- the verdict ----------------------------------------------------------------------------
 
 
-async def test_blocks_reused_in_mid_send_touch_nothing(bench: tuple[Rig, Bench]) -> None:
+@pytest.mark.parametrize("layers", [1, 4])
+async def test_blocks_reused_in_mid_send_touch_nothing(
+    bench: tuple[Rig, Bench], layers: int
+) -> None:
     """The fence flips and the blocks are written over while half of a run has gone."""
     rig, harness = bench
     gate = harness.gate(0)
-    pull = start(rig, harness)
+    pull = start(rig, harness, layers=layers)
     await gate.reached()
     rig.src.fence[SLOT] = WORD + 1
     before = rig.src.snapshot()

@@ -65,6 +65,7 @@ class DataPlane:
                     nccl_max_comms=settings.nccl_max_comms,
                     nccl_chunk_bytes=settings.nccl_chunk_bytes,
                     nccl_ring=settings.nccl_ring,
+                    nccl_direct_bytes=settings.nccl_direct_bytes,
                     nccl_max_ctas=settings.nccl_max_ctas,
                     nccl_channels=settings.nccl_channels,
                     nccl_interface=settings.nccl_interface,

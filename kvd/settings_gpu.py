@@ -41,6 +41,15 @@ class GpuSettings(BaseSettings):
         ge=2**16, le=2**30,
     )  # fmt: skip
     nccl_ring: int = setting(4, "staging buffers of one communicator", group="Data", ge=1, le=64)
+    nccl_direct_bytes: int = setting(
+        2 * 2**20,
+        "a chunk of so many bytes that lies in one piece in the producer's memory is sent from "
+        "there, without a copy into staging; 0 on either side: never",
+        group="Data",
+        unit="bytes",
+        ge=0,
+        le=2**30,
+    )
     nccl_max_ctas: int = setting(
         4, "thread blocks of the GPU that NCCL may take for one transfer", group="Data", ge=1, le=32
     )

@@ -122,12 +122,14 @@ class NcclOpen(PeerMessage, frozen=True):
     """Asks the producer's daemon to join a communicator, in which the consumer's is rank 0.
 
     `chunk_nbytes`, `ring`: size and number of staging buffers that the consumer would have.
+    `late`: it waits for the second NcclReady of chunks whose first one is `late`.
     """
 
     comm: Id
     unique_id: Annotated[bytes, Meta(min_length=128, max_length=128)]
     chunk_nbytes: U63
     ring: U32
+    late: bool = False
 
 
 class NcclWant(PeerMessage, frozen=True):
@@ -293,12 +295,17 @@ class NcclOpened(PeerMessage, frozen=True):
 
 
 class NcclReady(PeerMessage, frozen=True):
-    """`code` "ok": the bytes of `seq` are staged and were valid after they had been copied."""
+    """`code` "ok": the bytes of `seq` are staged and were valid after they had been copied.
+
+    With `late` they are not staged but will be sent from the engine's blocks: whether they were
+    valid, a second one says once they are gone. Only for a consumer that opened with `late`.
+    """
 
     comm: Id
     seq: U63
     code: str
     detail: str = ""
+    late: bool = False
 
 
 class NcclClosed(PeerMessage, frozen=True):

@@ -103,7 +103,7 @@ class GpuTransports:
         for what, seconds in (
             ("a call", thread.call_for),
             ("work", thread.work_for),
-            ("a staged copy", self.gpu.waiting.longest()),
+            ("a staged copy, or a send from blocks,", self.gpu.waiting.longest()),
         ):
             if seconds > limit:
                 return f"{what} on {self.gpu.uuid} has not ended for {seconds:.0f} s"

@@ -49,13 +49,16 @@ class Link:
         self.users = 0
         self.used_at = time.monotonic()
         self.chunk_nbytes = 0
+        self.direct_nbytes = options.nccl_direct_bytes
         self.late_bytes = 0
         self.slots: asyncio.Queue[int] = asyncio.Queue()
         self._options = options
         self._send = send
         self._seq = itertools.count(1)
         self._opened: asyncio.Future[wire.NcclOpened] = asyncio.get_running_loop().create_future()
-        self._ready: dict[int, asyncio.Future[None]] = {}
+        self._ready: dict[int, asyncio.Future[bool]] = {}
+        """Chunks that were asked for; the result: whether they are judged only when sent."""
+        self._verdicts: dict[int, asyncio.Future[None]] = {}
         self._failed = asyncio.Event()
         self._closing: asyncio.Task[None] | None = None
 
@@ -68,7 +71,13 @@ class Link:
         """Joins together with the producer's daemon. Raises TransportError; it has failed then."""
         options = self._options
         self._send(
-            wire.NcclOpen(self.comm_id, unique_id, options.nccl_chunk_bytes, options.nccl_ring)
+            wire.NcclOpen(
+                self.comm_id,
+                unique_id,
+                options.nccl_chunk_bytes,
+                options.nccl_ring,
+                late=options.nccl_direct_bytes > 0,
+            )
         )
         try:
             async with asyncio.timeout(options.nccl_init_timeout_s):
@@ -109,14 +118,14 @@ class Link:
                 if not self._opened.done():
                     self._opened.set_result(message)
             case wire.NcclReady():
-                ready = self._ready.get(message.seq)
-                if ready is None or ready.done():
-                    return
-                if message.code == Code.OK:
-                    ready.set_result(None)
-                else:
-                    ready.set_exception(TransportError(code_of(message.code), message.detail[:500]))
-                    ready.exception()
+                error = None
+                if message.code != Code.OK:
+                    error = TransportError(code_of(message.code), message.detail[:500])
+                ready, verdict = self._ready.get(message.seq), self._verdicts.get(message.seq)
+                if ready is not None:
+                    _settle(ready, message.late, error)
+                elif verdict is not None and not message.late:
+                    _settle(verdict, None, error)
             case wire.NcclClosed():
                 self.fail(
                     TransportError(
@@ -129,23 +138,35 @@ class Link:
     def want(
         self, ticket: bytes, piece: Piece, layers: tuple[int, int], indices: bytes, nbytes: int
     ) -> int:
-        """Asks for a chunk; its number. `ready(number)` is done when it is staged there."""
+        """Asks for a chunk; its number. `ready(number)` is done when it may be received."""
         self._check()
         seq = next(self._seq)
         self._ready[seq] = asyncio.get_running_loop().create_future()
         self._send(wire.NcclWant(self.comm_id, seq, ticket, piece.group, *layers, indices, nbytes))
         return seq
 
-    def ready(self, seq: int) -> asyncio.Future[None]:
+    def ready(self, seq: int) -> asyncio.Future[bool]:
         return self._ready[seq]
 
-    def receive(self, seq: int, slot: int, nbytes: int) -> asyncio.Future[None]:
-        """Posts the receive for a chunk that is ready; only then may the other side send."""
+    def receive(
+        self, seq: int, slot: int, nbytes: int
+    ) -> tuple[asyncio.Future[None], asyncio.Future[None]]:
+        """Posts the receive for a chunk that is ready; only then may the other side send.
+
+        The second future is the producer's verdict: done when the bytes are known to be valid. Who
+        wants it no longer cancels it.
+        """
         self._check()
-        self._ready.pop(seq, None)
-        return self.comm.recv(
+        verdict: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._ready.pop(seq).result():
+            self._verdicts[seq] = verdict
+            verdict.add_done_callback(lambda _: self._verdicts.pop(seq, None))
+        else:
+            verdict.set_result(None)  # it was told together with being ready
+        received = self.comm.recv(
             slot, nbytes, lambda: self._send(wire.NcclGo(self.comm_id, seq, True))
         )
+        return received, verdict
 
     def release(self, slot: int) -> None:
         """The staging buffer is free again."""
@@ -160,7 +181,7 @@ class Link:
             self.release(slot)
             return
 
-        def heard(ready: asyncio.Future[None]) -> None:
+        def heard(ready: asyncio.Future[bool]) -> None:
             self._ready.pop(seq, None)
             if not ready.cancelled() and ready.exception() is None and self.failure is None:
                 self._send(wire.NcclGo(self.comm_id, seq, False))
@@ -178,7 +199,7 @@ class Link:
 
         received.add_done_callback(arrived)
 
-    async def wait(self, what: str, work: asyncio.Future[None], stopped: asyncio.Event) -> bool:
+    async def wait(self, what: str, work: asyncio.Future[Any], stopped: asyncio.Event) -> bool:
         """Waits for a step of a chunk; False if `stopped` came first.
 
         Raises TransportError: the step's own, or that of the link, which has then failed. A step
@@ -232,11 +253,13 @@ class Link:
         self.up = False
         self._failed.set()
         self._send(wire.NcclClose(self.comm_id))
-        waiting: list[asyncio.Future[Any]] = [*self._ready.values(), self._opened]
+        waiting: list[asyncio.Future[Any]] = [
+            *self._ready.values(),
+            *self._verdicts.values(),
+            self._opened,
+        ]
         for future in waiting:
-            if not future.done():
-                future.set_exception(TransportError(error.code, error.detail))
-                future.exception()
+            _settle(future, None, TransportError(error.code, error.detail))
         self._ready.clear()
         if error.code is not Code.CANCELLED:
             log.warning(
@@ -253,3 +276,13 @@ class Link:
     def _check(self) -> None:
         if self.failure is not None:
             raise TransportError(self.failure.code, self.failure.detail)
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: TransportError | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+        future.exception()  # nobody may be waiting any more

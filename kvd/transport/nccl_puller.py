@@ -10,7 +10,7 @@ from typing import Any
 from kvd.core.instructions import Piece
 from kvd.errors import KvdError, MemoryRefused
 from kvd.memory.cuda.memory import DeviceMemory
-from kvd.memory.cuda.plan import layer_cuts, scatter
+from kvd.memory.cuda.plan import cuts_for_runs, scatter
 from kvd.memory.plan import Ids, addresses
 from kvd.protocol.codes import Code
 from kvd.transport.base import PullJob, TransportError
@@ -50,7 +50,8 @@ class NcclPuller:
         await self._get_link()
 
     async def pull(self, job: PullJob) -> int:
-        """See `Puller.pull`. The fence is checked by the producer, after it has gathered."""
+        """See `Puller.pull`. The fence is checked by the producer, after it has gathered or, where
+        it sends from the engine's blocks, after it has sent."""
         return await self._running.run(job, lambda: self._pull(job))
 
     def stop(self, fetch_id: str) -> None:
@@ -91,7 +92,7 @@ class NcclPuller:
         tasks: set[asyncio.Task[None]] = set()
         failure: TransportError | None = None
         try:
-            for chunk in self._chunks(pieces, link.chunk_nbytes):
+            for chunk in self._chunks(pieces, link):
                 slot = await self._slot(job, link, stopped)
                 task = asyncio.ensure_future(self._chunk(job, chunk, link, slot, stopped))
                 tasks.add(task)
@@ -108,13 +109,18 @@ class NcclPuller:
         if failure is not None:
             raise failure
 
-    def _chunks(self, pieces: list[CheckedPiece], chunk_nbytes: int) -> list[_Chunk]:
+    def _chunks(self, pieces: list[CheckedPiece], link: Link) -> list[_Chunk]:
         found: list[_Chunk] = []
         for checked in pieces:
             piece = checked.piece
             try:
-                cuts = layer_cuts(
-                    self.local, piece.group, (piece.first_layer, piece.num_layers), chunk_nbytes
+                cuts = cuts_for_runs(
+                    self.local,
+                    piece.group,
+                    (piece.first_layer, piece.num_layers),
+                    checked.src,
+                    link.chunk_nbytes,
+                    link.direct_nbytes,
                 )
             except MemoryRefused as exc:
                 raise TransportError(exc.code, exc.detail) from None
@@ -151,24 +157,31 @@ class NcclPuller:
             link.release(slot)
             raise
         try:
-            staged = await link.wait("gathering", link.ready(seq), stopped)
+            ready = await link.wait("gathering", link.ready(seq), stopped)
         except TransportError:
             link.give_up(seq, slot)
             raise
-        if not staged or self.local.closing:
+        gone = TransportError(Code.ENGINE_GONE, "our engine is gone")
+        if not ready or self.local.closing:
             link.give_up(seq, slot)
-            raise (
-                cancelled if not staged else TransportError(Code.ENGINE_GONE, "our engine is gone")
-            )
-        received = link.receive(seq, slot, chunk.nbytes)
-        arrived = await link.wait("receiving", received, stopped)
-        if not arrived:
-            self._late_bytes += chunk.nbytes
-            link.receive_in_vain(received, slot, chunk.nbytes)
-            raise cancelled
-        if self.local.closing:
-            link.release(slot)
-            raise TransportError(Code.ENGINE_GONE, "our engine is gone")
+            raise gone if ready else cancelled
+        received, verdict = link.receive(seq, slot, chunk.nbytes)
+        try:
+            if not await link.wait("receiving", received, stopped):
+                self._late_bytes += chunk.nbytes
+                link.receive_in_vain(received, slot, chunk.nbytes)
+                raise cancelled
+            try:
+                # Until then the bytes may be anything, and touch no block.
+                if not await link.wait("the producer's verdict", verdict, stopped):
+                    raise cancelled
+                if self.local.closing:
+                    raise gone
+            except TransportError:
+                link.release(slot)
+                raise
+        finally:
+            verdict.cancel()
         await self._land(chunk, link, slot)
 
     async def _land(self, chunk: _Chunk, link: Link, slot: int) -> None:

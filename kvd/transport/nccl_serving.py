@@ -1,16 +1,22 @@
-"""The producer's end of one communicator: gathers into staging, checks the fence, then sends."""
+"""The producer's end of one communicator: gathers into staging, checks the fence, then sends.
+
+A chunk that lies in one piece in the engine's blocks is sent from there, and the fence is checked
+when the send has ended; only then is the chunk told to be valid.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 
 import numpy as np
 import structlog
 
 from kvd.errors import KvdError, MemoryRefused
 from kvd.memory.cuda.memory import DeviceMemory
-from kvd.memory.cuda.plan import gather
+from kvd.memory.cuda.plan import gather, one_run
 from kvd.protocol import peer as wire
 from kvd.protocol.codes import Code
 from kvd.transport.base import TicketView, TransportError
@@ -20,6 +26,29 @@ from kvd.transport.tcp_serving import Refusal, fault, resolve
 from kvd.transport.tcp_wire import Request
 
 log = structlog.get_logger("kvd.nccl")
+
+CLOSING_S = 0.5
+"""How long a send may go on reading from an engine's memory that is to be closed."""
+LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One piece of an engine's memory. The address holds while a pin can be had."""
+
+    view: TicketView
+    memory: DeviceMemory
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One that is ready, in its staging buffer; or, with `run`, to be sent from there instead.
+    A buffer is taken then too: so there are never more chunks than the ring has."""
+
+    want: wire.NcclWant
+    slot: int
+    run: _Run | None
 
 
 class Serving:
@@ -40,6 +69,7 @@ class Serving:
         self._unique_id = opened.unique_id
         self._chunk_nbytes = min(opened.chunk_nbytes, options.nccl_chunk_bytes)
         self._ring = min(opened.ring, options.nccl_ring)
+        self._direct_nbytes = options.nccl_direct_bytes if opened.late else 0
         self._options = options
         self._ticket = ticket
         self._send = send
@@ -50,8 +80,11 @@ class Serving:
         """Chunks that were asked for and not told to go: no more than the consumer has buffers."""
         self._going: set[int] = set()
         """Chunks whose send was posted, and not seen to have ended."""
-        self._staged: dict[int, tuple[int, int]] = {}
-        """Slot and bytes of chunks that are ready and were not asked to go."""
+        self._staged: dict[int, _Chunk] = {}
+        """Chunks that are ready and were not asked to go."""
+        self._lent: dict[asyncio.Future[None], DeviceMemory] = {}
+        """Sends that read from an engine's memory, which is pinned until they have ended."""
+        self._gathering: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
 
@@ -83,19 +116,21 @@ class Serving:
                     self.fail(TransportError(Code.BAD_MESSAGE, "more chunks than buffers"))
                     return
                 self._wanted.add(message.seq)
-                self._start(self._stage(message))
+                staging = self._start(self._stage(message))
+                self._gathering.add(staging)
+                staging.add_done_callback(self._gathering.discard)
             case wire.NcclGo():
-                staged = self._staged.pop(message.seq, None)
-                if staged is None:
+                chunk = self._staged.pop(message.seq, None)
+                if chunk is None:
                     self.fail(TransportError(Code.BAD_MESSAGE, "a chunk that is not ready"))
                     return
                 self._wanted.discard(message.seq)
                 if message.send:
                     self._going.add(message.seq)
                     # Posted here and now: sends go in the order in which receives were posted.
-                    self._start(self._sent(message.seq, staged[0], self.comm.send(*staged)))
+                    self._start(self._sent(chunk, *self._post(chunk)))
                 else:
-                    self._done(message.seq, staged[0])
+                    self._done(message.seq, chunk.slot)
             case wire.NcclClose():
                 self.fail(TransportError(Code.CANCELLED, "the other side closed it"))
             case _:
@@ -120,10 +155,11 @@ class Serving:
 
     async def _end(self) -> None:
         # Gathering reads an engine's memory, and ends by itself; the buffers stay until then.
-        gathering = [task for task in self._tasks if not task.done()]
-        if gathering:
-            await asyncio.wait(gathering, timeout=self._options.data_timeout_s)
+        if self._gathering:
+            await asyncio.wait(set(self._gathering), timeout=self._options.data_timeout_s)
         await self.comm.end()
+        if self._lent:
+            self._start(self._hung(set(self._lent.values()), set(self._lent)))
 
     # --- one chunk ------------------------------------------------------------------------------
 
@@ -137,7 +173,7 @@ class Serving:
             return
         slot = self._free.pop()
         try:
-            await self._gather(want, slot)
+            run = await self._gather(want, slot)
         except Refusal as refusal:
             self._done(want.seq, slot)
             self._ready(want.seq, refusal.code, refusal.detail)
@@ -146,10 +182,11 @@ class Serving:
             self.fail(TransportError(exc.code, exc.detail))
             return
         if self.failure is None:
-            self._staged[want.seq] = (slot, want.nbytes)
-            self._ready(want.seq, Code.OK, "")
+            self._staged[want.seq] = _Chunk(want, slot, run)
+            self._ready(want.seq, Code.OK, "", late=run is not None)
 
-    async def _gather(self, want: wire.NcclWant, slot: int) -> None:
+    async def _gather(self, want: wire.NcclWant, slot: int) -> _Run | None:
+        """Fills the slot; or returns where the bytes lie in one piece, if long enough."""
         view = self._ticket(want.ticket)
         if view is None:
             raise Refusal(Code.UNKNOWN_TRANSFER, "no such ticket, or it is closed")
@@ -166,18 +203,20 @@ class Serving:
             want.nbytes,
             np.frombuffer(want.indices, "<u4"),
         )
-        try:
-            view.memory.pin()
-        except MemoryRefused:
-            raise Refusal(Code.ENGINE_GONE, "the producer engine is gone") from None
+        _pin(view.memory)
         try:
             stretches = resolve(view, request)
             self._check(view, want)
+            address = one_run(stretches, self._direct_nbytes)
+            if address is not None:
+                # Not pinned until it goes, which is up to the other side.
+                return _Run(view, view.memory, address)
             copying = self.comm.copy(gather(stretches, slot), slot)
             await asyncio.wait({copying})
             copying.result()
             # All bytes are in staging by now: this check is what makes them valid.
             self._check(view, want)
+            return None
         finally:
             view.memory.unpin()
 
@@ -186,21 +225,68 @@ class Serving:
         if wrong is not None:
             raise wrong
 
-    async def _sent(self, seq: int, slot: int, sending: asyncio.Future[None]) -> None:
-        limit = self._options.data_timeout_s
-        await asyncio.wait({sending}, timeout=limit)
-        if not sending.done():
-            self.fail(TransportError(Code.DEADLINE, f"nccl: sending took more than {limit:g} s"))
-            return
+    def _post(self, chunk: _Chunk) -> tuple[asyncio.Future[None], Refusal | None]:
+        """The send, and why its bytes are not valid, if that is known before."""
+        run, nbytes = chunk.run, chunk.want.nbytes
+        if run is None:
+            return self.comm.send(chunk.slot, nbytes), None
         try:
+            self._check(run.view, chunk.want)
+            _pin(run.memory)
+        except Refusal as refusal:
+            # The receive is posted, so that bytes must go; any will do.
+            return self.comm.send(chunk.slot, nbytes), refusal
+        sending = self.comm.send(run.address, nbytes)
+        self._lent[sending] = run.memory
+        sending.add_done_callback(lambda _: self._lent.pop(sending).unpin())
+        return sending, None
+
+    async def _sent(
+        self, chunk: _Chunk, sending: asyncio.Future[None], wrong: Refusal | None
+    ) -> None:
+        try:
+            await self._wait(sending)
             sending.result()
-        except KvdError as exc:
+        except (KvdError, TransportError) as exc:
             self.fail(TransportError(exc.code, f"nccl: sending: {exc.detail}"))
             return
-        self._done(seq, slot)
+        seq = chunk.want.seq
+        if chunk.run is not None and self.failure is None:
+            try:
+                if wrong is not None:
+                    raise wrong
+                # Nothing reads from the blocks any more: this check is what makes them valid.
+                self._check(chunk.run.view, chunk.want)
+                self._ready(seq, Code.OK, "")
+            except Refusal as refusal:
+                self._ready(seq, refusal.code, refusal.detail)
+        self._done(seq, chunk.slot)
 
-    def _ready(self, seq: int, code: Code, detail: str) -> None:
-        self._send(wire.NcclReady(self.comm_id, seq, str(code), detail[:500]))
+    async def _wait(self, sending: asyncio.Future[None]) -> None:
+        """Raises TransportError: the send takes too long, or may not read any longer."""
+        limit = self._options.data_timeout_s
+        late = TransportError(Code.DEADLINE, f"took more than {limit:g} s")
+        deadline = time.monotonic() + limit
+        memory = self._lent.get(sending)
+        while not sending.done():
+            now = time.monotonic()
+            if memory is not None and memory.closing and now + CLOSING_S < deadline:
+                deadline = now + CLOSING_S
+                late = TransportError(Code.ENGINE_GONE, "the producer engine is gone")
+            if now >= deadline:
+                raise late
+            tick = deadline - now if memory is None else min(deadline - now, LOOK_S)
+            await asyncio.wait({sending}, timeout=tick)
+
+    async def _hung(self, memories: set[DeviceMemory], sends: set[asyncio.Future[None]]) -> None:
+        """The communicator is gone and sends still read: a GPU that hangs, which ends the daemon
+        in the end, since the engine's memory cannot be given back."""
+        gpu = memories.pop().gpu
+        with gpu.waiting():
+            await asyncio.wait(sends)
+
+    def _ready(self, seq: int, code: Code, detail: str, *, late: bool = False) -> None:
+        self._send(wire.NcclReady(self.comm_id, seq, str(code), detail[:500], late))
 
     def _done(self, seq: int, slot: int) -> None:
         self._wanted.discard(seq)
@@ -208,7 +294,16 @@ class Serving:
         self._free.append(slot)
         self._freed.set()
 
-    def _start(self, coroutine: object) -> None:
-        task: asyncio.Task[None] = asyncio.ensure_future(coroutine)  # type: ignore[call-overload]
+    def _start(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _pin(memory: DeviceMemory) -> None:
+    """Raises Refusal."""
+    try:
+        memory.pin()
+    except MemoryRefused:
+        raise Refusal(Code.ENGINE_GONE, "the producer engine is gone") from None

@@ -33,6 +33,7 @@ class TransportOptions:
     nccl_max_comms: int = 16
     nccl_chunk_bytes: int = 8 * 2**20
     nccl_ring: int = 4
+    nccl_direct_bytes: int = 2 * 2**20
     nccl_max_ctas: int = 4
     nccl_channels: int = 0
     nccl_interface: str = ""

@@ -11,13 +11,20 @@ from tests.contract.harness import HARNESSES as HOST_HARNESSES
 from tests.contract.harness import Harness
 from tests.contract.rig import Rig, Shape, Side
 from tests.contract.tcp_rig import RawClient
-from tests.cuda.harness import CudaIpcHarness, NcclHarness, TcpCudaHarness, VmmHarness
+from tests.cuda.harness import (
+    CudaIpcHarness,
+    NcclHarness,
+    NcclRunsHarness,
+    TcpCudaHarness,
+    VmmHarness,
+)
 
 HARNESSES: dict[str, Callable[[Rig, pytest.MonkeyPatch], Harness]] = {
     **HOST_HARNESSES,
     "cuda_ipc": CudaIpcHarness,
     "vmm": VmmHarness,
     "nccl": NcclHarness,
+    "nccl_runs": NcclRunsHarness,
     "tcp_cuda": TcpCudaHarness,
 }
 

@@ -278,6 +278,8 @@ async def test_a_fence_slot_outside_the_table_is_refused(connect: Connect) -> No
 
 async def test_one_gated_attachment_does_not_hold_up_another(connect: Connect) -> None:
     async with connect(SHAPE) as (rig, harness):
+        if harness.name == "nccl_runs":
+            pytest.skip("what is sent over one communicator is one queue")
         all_blocks(harness, rig)
         harness.small_calls(BLOCK)
         slow, quick = harness.puller(), harness.puller()

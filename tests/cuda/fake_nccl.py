@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import nccl.bindings.nccl as real
@@ -39,12 +40,15 @@ class Comm:
 
 
 class FakeNccl:
-    """One process's library; `driver` has the streams. `script` as for the driver."""
+    """One process's library; `driver` has the streams. `script` as for the driver. `gate()` is
+    called for each send when half of its bytes are gone; the rest waits until what it returned is
+    true."""
 
     def __init__(self, driver: FakeDriver, *, version: int = 23_203) -> None:
         self.driver = driver
         self.version = version
         self.script = Script()
+        self.gate: Callable[[], Callable[[], bool]] | None = None
         self.live: Counter[str] = Counter()
         self.transferred: list[tuple[str, int]] = []
         self.comms: list[Comm] = []
@@ -118,14 +122,21 @@ class FakeNccl:
         assert datatype == int(real.DataType.Uint8)
         assert peer == 1 - comm.rank
         done = 0
+        stop = count // 2 if what == "send" and self.gate is not None else count
+        may_go: Callable[[], bool] | None = None
 
         def op() -> bool:
-            nonlocal done, looks
+            nonlocal done, looks, stop, may_go
             if looks and not comm.stopped:
                 looks -= 1
                 return False
             while not comm.stopped and done < count:
-                part = (ctypes.c_char * (count - done)).from_address(self.driver._host(buff + done))
+                if done == stop:
+                    may_go = may_go or (self.gate() if self.gate is not None else lambda: True)
+                    if not may_go():
+                        return False
+                    stop = count
+                part = (ctypes.c_char * (stop - done)).from_address(self.driver._host(buff + done))
                 sock = self._sock(comm)
                 try:
                     moved = sock.send(part) if what == "send" else sock.recv_into(part)

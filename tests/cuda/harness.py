@@ -319,3 +319,15 @@ class NcclHarness(Unchecked):
             await puller.aclose()
         await self.daemons.aclose()
         assert self.daemons.nothing_left() == {}
+
+
+class NcclRunsHarness(NcclHarness):
+    """Whatever lies in one piece is sent from where it lies."""
+
+    name = "nccl_runs"
+    options = replace(NcclHarness.options, nccl_direct_bytes=1)
+
+    def gate(self, after: int) -> StreamGate:
+        """Holds a send at the producer, half of which is gone."""
+        self.daemons.producer_nccl.gate = gate = StreamGate(after)
+        return gate

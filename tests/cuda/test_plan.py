@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +12,17 @@ from numpy.typing import NDArray
 
 from kvd.errors import MemoryRefused
 from kvd.memory.cuda.driver import Copy2D
-from kvd.memory.cuda.plan import Copies, batches, between, collapse, gather, layer_cuts, scatter
+from kvd.memory.cuda.plan import (
+    Copies,
+    batches,
+    between,
+    collapse,
+    cuts_for_runs,
+    gather,
+    layer_cuts,
+    one_run,
+    scatter,
+)
 from kvd.memory.plan import addresses
 from kvd.protocol.codes import Code
 from tests.contract.rig import STYLES, Rig, Shape
@@ -134,6 +146,81 @@ def test_staging_chunks_as_a_loop_would(
         assert rig.wrong_blocks(piece) == []
     finally:
         rig.close()
+
+
+@st.composite
+def counted(draw: st.DrawFn) -> list[int]:
+    """Ids that count up, as runs need them, or nearly."""
+    start = draw(st.integers(0, 15))
+    ids = list(range(start, draw(st.integers(start, 15)) + 1))
+    return draw(st.permutations(ids)) if draw(st.integers(0, 3)) == 0 else ids
+
+
+@UNHURRIED
+@given(shapes(), st.sampled_from(STYLES), st.sampled_from(STYLES), counted(), st.data())
+def test_chunks_that_lie_in_one_piece_as_a_loop_would_find_them(
+    shape: Shape, one: str, two: str, ids: list[int], data: st.DataObject
+) -> None:
+    """The consumer cuts by its own layout, the producer looks at its own; a byte at a time tells
+    whether a chunk is one run, and that the chunks are all of the piece."""
+    rig = Rig.make(shape, (16, 16), (one, two))
+    src, dst = rig.src.open(writable=True), rig.dst.open(writable=True)
+    try:
+        group = data.draw(st.integers(0, shape.num_groups - 1))
+        first = data.draw(st.integers(0, len(shape.layers) - 1))
+        layers = (first, data.draw(st.integers(1, len(shape.layers) - first)))
+        most = data.draw(st.integers(400, 2000))
+        least = data.draw(st.sampled_from([0, 1, 64, 200, 1000]))
+        packed = np.array(ids, np.uint32)
+        met: list[tuple[int, int]] = []
+        for start, count, at_once in cuts_for_runs(dst, group, layers, packed, most, least):
+            wanted = [n for n in range(start, start + count) if shape.layers[n][0] == group]
+            for i in range(0, len(ids), at_once):
+                chunk = packed[i : i + at_once]
+                loop: list[int] = []
+                for block in chunk.tolist():
+                    met.extend((layer, block) for layer in wanted)
+                    for layer in wanted:
+                        for region, n in enumerate(shape.layers[layer][1]):
+                            where = rig.src.layers[layer].regions[region]
+                            at = _placed(src, layer, region) + block * where.stride
+                            loop.extend(src.address + at + k for k in range(n))
+                assert len(loop) <= most
+                whole = all(b == a + 1 for a, b in pairwise(loop))
+                direct = least > 0 and len(loop) >= least and whole
+                stretches = addresses(src, group, start, count, chunk)
+                assert one_run(stretches, least) == (loop[0] if direct else None)
+        every = range(layers[0], sum(layers))
+        of_group = [n for n in every if shape.layers[n][0] == group]
+        assert sorted(met) == sorted((n, block) for n in of_group for block in ids)
+    finally:
+        rig.close()
+
+
+def test_layers_are_cut_apart_where_that_makes_runs_of_them() -> None:
+    up, down = np.arange(2, 10, dtype=np.uint32), np.arange(9, 1, -1, dtype=np.uint32)
+    two_layers = Shape(((0, (64,)), (0, (128,))))
+    rig = Rig.make(two_layers, (16, 16))
+    memory = rig.dst.open(writable=True)
+    together = [(0, 2, 5)]
+    try:
+        assert cuts_for_runs(memory, 0, (0, 2), up, 1000, 512) == [(0, 1, 15), (1, 1, 7)]
+        assert cuts_for_runs(memory, 0, (0, 2), up, 1000, 513) == together, "too short"
+        assert cuts_for_runs(memory, 0, (0, 2), up, 1000, 0) == together, "not wanted"
+        assert cuts_for_runs(memory, 0, (0, 2), down, 1000, 64) == together, "scattered"
+    finally:
+        rig.close()
+    for style, shape in (
+        ("interleaved", two_layers),  # all layers of a block are one piece already
+        ("gaps", two_layers),
+        ("layers", Shape(((0, (32, 32)), (0, (128,))))),  # keys lie apart from values
+    ):
+        rig = Rig.make(shape, (16, 16), (style, style))
+        memory = rig.dst.open(writable=True)
+        try:
+            assert cuts_for_runs(memory, 0, (0, 2), up, 1000, 64) == together, style
+        finally:
+            rig.close()
 
 
 def _run(copies: Copies) -> None:

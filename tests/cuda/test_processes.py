@@ -120,6 +120,23 @@ def test_kv_of_gpus_moves_between_daemons(
         daemon.get("/readyz")  # raises where it is not ready
 
 
+def test_runs_go_from_where_they_lie(site: GpuSite) -> None:
+    """The producer's daemon would hang in the first copy that it made."""
+    p = site.gpu_daemon(
+        "p", 0, transport="nccl", nccl_direct_bytes=1, env={HANGS: "cuMemcpyBatchAsync"}
+    )
+    d = site.gpu_daemon("d", 1, transport="nccl", nccl_direct_bytes=1)
+    producer = site.gpu_engine(p, "p", seed=3, gpu=0, kind=LEGACY)
+    consumer = site.gpu_engine(d, "d", gpu=1, kind=LEGACY)
+    at = producer.up()
+    consumer.up()
+    pairs = dict(zip([7, 8, 60, 0], range(5, 9), strict=True))
+    producer.offer("t", list(pairs.values()))
+    done = consumer.fetch("t", list(pairs), remote=at, engine_id="p")
+    assert done.code == Code.OK, done
+    assert consumer.wrong(3, pairs) == 0
+
+
 def test_one_gpu_never_goes_to_nccl(site: GpuSite) -> None:
     _, _, producer, consumer, at = pair(site, (0, 0), LEGACY, transport="nccl")
     done = move(producer, consumer, at)

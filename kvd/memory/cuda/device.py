@@ -24,7 +24,7 @@ class Gpu:
         self._bound = threading.local()
         self.imports = Imports(driver)
         self.waiting = Waits()
-        """`with gpu.waiting():` around what waits for the GPU on other threads."""
+        """`with gpu.waiting():` around what waits for the GPU elsewhere than on its thread."""
 
     def bind(self) -> None:
         """Before other calls, on each thread: cheap when it was done."""
@@ -37,19 +37,19 @@ class Gpu:
 
 
 class Waits:
-    """Since when threads wait for the GPU, so that one that hangs is noticed from outside."""
+    """Since when the GPU is waited for, so that one that hangs is noticed from outside."""
 
     def __init__(self) -> None:
-        self._since: dict[int, float] = {}
+        self._since: dict[object, float] = {}
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        me = threading.get_ident()
-        self._since[me] = time.monotonic()
+        wait = object()
+        self._since[wait] = time.monotonic()
         try:
             yield
         finally:
-            del self._since[me]
+            del self._since[wait]
 
     def longest(self) -> float:
         """Seconds; 0 if nobody waits."""

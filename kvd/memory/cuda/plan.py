@@ -94,6 +94,40 @@ def scatter(stretches: NDArray[np.uint64], staging: int) -> Copies:
     return Copies(at, room, nbytes)
 
 
+def one_run(stretches: NDArray[np.uint64], min_nbytes: int) -> int | None:
+    """The address of stretches that are a single one of at least `min_nbytes` bytes, else None.
+    With 0 there is none."""
+    if not min_nbytes or len(stretches) != 1 or int(stretches[0, 1]) < min_nbytes:
+        return None
+    return int(stretches[0, 0])
+
+
+def cuts_for_runs(
+    memory: EngineMemory,
+    group: int,
+    layers: tuple[int, int],
+    ids: Ids,
+    max_nbytes: int,
+    run_nbytes: int,
+) -> list[tuple[int, int, int]]:
+    """As `layer_cuts`, but one layer at a time where that makes each cut of blocks that count up
+    one run of `run_nbytes` or more; 0: never. `ids` are a peer's, whose layers are laid out like
+    ours if we are lucky. Raises MemoryRefused."""
+    table = memory.tables[group]
+    rows = table.rows(*layers)
+    nbytes, own = table.nbytes[rows], list(table.layer[rows])
+    if (
+        run_nbytes
+        and len(own) > 1
+        and len(set(own)) == len(own)  # a second region of a layer comes between its blocks
+        and bool((table.stride[rows] == nbytes).all())
+        and bool((np.diff(ids.astype(np.int64)) == 1).all())
+        and int(nbytes.min()) * ids.size >= run_nbytes
+    ):
+        return [cut for one in own for cut in layer_cuts(memory, group, (int(one), 1), max_nbytes)]
+    return layer_cuts(memory, group, layers, max_nbytes)
+
+
 def layer_cuts(
     memory: EngineMemory, group: int, layers: tuple[int, int], max_nbytes: int
 ) -> list[tuple[int, int, int]]:

@@ -249,7 +249,7 @@ async def test_strangers_are_counted_and_cannot_fill_the_log(
     writer.close()
     await wait_for_async(lambda: not server.connections)
     dropped = [
-        server._metrics.value("kvd_dropped_total", where="http", reason=reason)
+        server._metrics.value("kvd_dropped_total", where="http", reason=reason) or 0.0
         for reason in ("refused", "bad_request")
     ]
     assert sum(dropped) == 1

@@ -89,7 +89,7 @@ READS_ARE_VALIDATED = (
                 "if False:",
             ),
         ),
-        f"{CORE}/test_grants.py::test_the_first_transport_that_is_allowed",
+        f"{CORE}/test_attaches.py::test_the_first_transport_that_is_allowed",
     ),
     Mutant(
         "the word is dropped after the end of its offer is told",

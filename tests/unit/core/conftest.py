@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.unit.core.consumer_daemon import Daemon
 from tests.unit.core.world import Engine, World
 
 
@@ -20,3 +21,8 @@ def producer(world: World) -> Engine:
 @pytest.fixture
 def consumer(world: World) -> Engine:
     return world.node("d").engine("D")
+
+
+@pytest.fixture
+def daemon(producer: Engine) -> Daemon:
+    return Daemon(producer)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.core.consumer_daemon import Daemon
-from tests.unit.core.world import Engine, World
+from tests.unit.core.engine import Engine
+from tests.unit.core.world import World
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from kvd.core import events as ev
 from kvd.core import instructions as ins
 from kvd.protocol import peer
 from kvd.protocol.types import Rank
-from tests.unit.core.world import Engine, digest, geometry
+from tests.unit.core.engine import Engine, digest, geometry
 
 M = TypeVar("M")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvd.core.config import CoreConfig
 from kvd.protocol import peer
-from tests.unit.core.world import BLOCK, NBYTES, Engine
+from tests.unit.core.engine import BLOCK, NBYTES, Engine
 
 SMALL = CoreConfig(min_job_bytes=NBYTES, max_job_bytes=3 * NBYTES)
 """One block of the three layers a job, so that a fetch takes several."""

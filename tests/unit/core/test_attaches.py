@@ -10,7 +10,8 @@ from kvd.core.config import CoreConfig
 from kvd.protocol import local, peer
 from kvd.protocol.types import Rank
 from tests.unit.core.consumer_daemon import Daemon
-from tests.unit.core.world import Engine, World, geometry
+from tests.unit.core.engine import Engine, geometry
+from tests.unit.core.world import World
 
 ATTACH = peer.Attach("a", "P", "D", 1, Rank(), geometry((0, 0, 0)), ["shm", "tcp"])
 

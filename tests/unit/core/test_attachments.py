@@ -8,7 +8,8 @@ from kvd.core import events as ev
 from kvd.core import instructions as ins
 from kvd.core.config import CoreConfig
 from kvd.protocol import local, peer
-from tests.unit.core.world import NBYTES, Engine, World, layouts
+from tests.unit.core.engine import NBYTES, Engine, layouts
+from tests.unit.core.world import World
 
 
 def codes(consumer: Engine) -> list[str]:

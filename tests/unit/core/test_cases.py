@@ -7,7 +7,8 @@ import pytest
 from kvd.core.packed import NULL
 from kvd.protocol import local
 from kvd.protocol.types import PeerAddr
-from tests.unit.core.world import Engine, World
+from tests.unit.core.engine import Engine
+from tests.unit.core.world import World
 
 
 def test_case_1_ids_are_the_transfers(world: World, producer: Engine, consumer: Engine) -> None:

@@ -8,8 +8,9 @@ from kvd.core import events as ev
 from kvd.core.config import CoreConfig
 from kvd.core.packed import NULL
 from kvd.protocol import local
+from tests.unit.core.engine import BLOCK, NBYTES, Engine
 from tests.unit.core.fetching import SMALL, closes, streamed
-from tests.unit.core.world import BLOCK, NBYTES, Engine, World
+from tests.unit.core.world import World
 
 
 def test_a_finished_prefill_is_pulled_whole(

@@ -8,7 +8,8 @@ from kvd.core import events as ev
 from kvd.core.packed import NULL, pack
 from kvd.protocol import local, peer
 from kvd.protocol.types import PeerAddr, Watermark
-from tests.unit.core.world import NBYTES, Engine, World, digest
+from tests.unit.core.engine import NBYTES, Engine, digest
+from tests.unit.core.world import World
 
 
 def asked(world: World, producer: Engine, consumer: Engine) -> PeerAddr:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvd.protocol import local
+from tests.unit.core.engine import Engine
 from tests.unit.core.fetching import SMALL, closes, streamed
-from tests.unit.core.world import Engine, World
+from tests.unit.core.world import World
 
 
 def test_nothing_of_a_generation_that_is_gone_counts(

@@ -12,7 +12,8 @@ from kvd.protocol import local, peer
 from kvd.protocol.codes import Code
 from kvd.protocol.types import Stages, Watermark
 from tests.unit.core.consumer_daemon import Daemon, code_of, granted
-from tests.unit.core.world import NBYTES, Engine, World
+from tests.unit.core.engine import NBYTES, Engine
+from tests.unit.core.world import World
 
 
 def test_a_grant_names_the_blocks_of_its_range(producer: Engine, daemon: Daemon) -> None:

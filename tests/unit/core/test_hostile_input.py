@@ -12,7 +12,7 @@ from kvd.core.machine import Core
 from kvd.core.packed import NULL, pack
 from kvd.protocol import local, peer
 from kvd.protocol.types import PeerAddr, Rank, Watermark
-from tests.unit.core.world import NBYTES, digest, geometry, layouts
+from tests.unit.core.engine import NBYTES, digest, geometry, layouts
 
 GROUPS = (0, 1, 0)
 ADDR = PeerAddr("p", 1)

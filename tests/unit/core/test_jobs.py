@@ -10,7 +10,8 @@ from kvd.core import events as ev
 from kvd.core.config import CoreConfig
 from kvd.core.packed import unpack
 from kvd.protocol import local
-from tests.unit.core.world import BLOCK, NBYTES, Engine, Node, World
+from tests.unit.core.engine import BLOCK, NBYTES, Engine
+from tests.unit.core.world import Node, World
 
 ROW = 3 * NBYTES
 """One block over the three layers."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from kvd.core.config import CoreConfig
 from kvd.protocol import local
 from kvd.protocol.types import PeerAddr
-from tests.unit.core.world import Engine, World
+from tests.unit.core.engine import Engine
+from tests.unit.core.world import World
 
 
 def test_release_and_renew_are_answered(world: World, producer: Engine, consumer: Engine) -> None:

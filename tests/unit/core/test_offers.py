@@ -8,7 +8,8 @@ from kvd.core import events as ev
 from kvd.core.config import CoreConfig
 from kvd.core.packed import pack
 from kvd.protocol import local, peer
-from tests.unit.core.world import BLOCK, Engine, World
+from tests.unit.core.engine import BLOCK, Engine
+from tests.unit.core.world import World
 
 
 def client_of(producer: Engine, number: int = 900) -> int:

@@ -33,7 +33,8 @@ from kvd.core.transitions import STORY_LENGTH, IllegalTransition
 from kvd.core.watermarks import Watermarks, news_for
 from kvd.protocol.codes import Code
 from kvd.protocol.types import Watermark
-from tests.unit.core.world import Engine, World
+from tests.unit.core.engine import Engine
+from tests.unit.core.world import World
 
 IDS = st.lists(st.integers(0, 2**32 - 1) | st.just(NULL), max_size=70)
 

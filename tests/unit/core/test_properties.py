@@ -26,7 +26,8 @@ from kvd.core.config import CoreConfig
 from kvd.core.packed import NULL
 from kvd.protocol import local
 from kvd.protocol.codes import Code
-from tests.unit.core.world import BLOCK, NBYTES, Engine, Node, World
+from tests.unit.core.engine import BLOCK, NBYTES, Engine
+from tests.unit.core.world import Node, World
 
 GROUPS = (0, 1, 0, 1)
 TRANSFERS = ["T0", "T1", "T2"]

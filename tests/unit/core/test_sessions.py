@@ -6,7 +6,8 @@ from kvd.core import events as ev
 from kvd.core import instructions as ins
 from kvd.core.config import CoreConfig
 from kvd.protocol import local
-from tests.unit.core.world import Engine, World, geometry, layouts
+from tests.unit.core.engine import Engine, geometry, layouts
+from tests.unit.core.world import World
 
 
 def test_memory_is_given_back_when_the_last_job_has_ended(

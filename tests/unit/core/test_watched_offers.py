@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvd.core import events as ev
 from kvd.protocol import local, peer
 from tests.unit.core.consumer_daemon import Daemon
-from tests.unit.core.world import BLOCK, Engine
+from tests.unit.core.engine import BLOCK, Engine
 
 
 def watched(producer: Engine, transfer: str = "t", generation: int = 1) -> None:

@@ -181,7 +181,9 @@ class DataPlane:
                 lib = load_nccl()
             except NcclError as e:
                 raise ConfigError(e.detail) from None
-            self.gpu.use_nccl(lib, send_peer=send_peer, send_client=send_client)
+            self.gpu.use_nccl(
+                lib, send_peer=send_peer, send_client=send_client, on_read=self._reads.note
+            )
 
     def takes(self, event: Event) -> bool:
         """Whether an event is a transport's own, and nothing for the core."""

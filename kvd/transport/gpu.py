@@ -69,6 +69,7 @@ class GpuTransports:
         *,
         send_peer: Callable[[PeerAddr, wire.NcclToProducer], None],
         send_client: Callable[[int, wire.NcclToConsumer], None],
+        on_read: Callable[[bytes], None],
     ) -> None:
         """Lets GPUs that no memory is shared between have a transport; for its messages, see
         `NcclTransport`."""
@@ -79,6 +80,7 @@ class GpuTransports:
             copier=self._thread,
             send_peer=send_peer,
             send_client=send_client,
+            on_read=on_read,
         )
 
     async def cuda_ipc(self, local: EngineMemory, remote: EngineMemory) -> CudaIpcPuller:

@@ -40,7 +40,7 @@ MAX_JOINING = 64
 
 class NcclTransport:
     """`copier`: see `Comm`. `send_peer`, `send_client`: messages to a producer's daemon, and to a
-    consumer's."""
+    consumer's. `on_read(ticket)` hears of each chunk that was sent."""
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class NcclTransport:
         copier: GpuThread,
         send_peer: Callable[[PeerAddr, wire.NcclToProducer], None],
         send_client: Callable[[int, wire.NcclToConsumer], None],
+        on_read: Callable[[bytes], None],
     ) -> None:
         self._gpu = gpu
         self._lib = lib
@@ -58,6 +59,7 @@ class NcclTransport:
         self._options = options
         self._send_peer = send_peer
         self._send_client = send_client
+        self._on_read = on_read
         self._tickets: dict[bytes, TicketView] = {}
         self._links: dict[PeerAddr, Link] = {}
         self._leaving: list[Link] = []
@@ -180,6 +182,7 @@ class NcclTransport:
             self._options,
             ticket=self._tickets.get,
             send=lambda answer: self._send_client(client, answer),
+            on_read=self._on_read,
         )
         self._serving[key] = serving
         task = asyncio.ensure_future(self._joined(serving))

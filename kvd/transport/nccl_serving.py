@@ -62,6 +62,7 @@ class Serving:
         *,
         ticket: Callable[[bytes], TicketView | None],
         send: Callable[[wire.NcclToConsumer], None],
+        on_read: Callable[[bytes], None],
     ) -> None:
         self.comm_id = opened.comm
         self.comm = comm
@@ -73,6 +74,7 @@ class Serving:
         self._options = options
         self._ticket = ticket
         self._send = send
+        self._on_read = on_read
         self._up = asyncio.Event()
         self._free: list[int] = []
         self._freed = asyncio.Event()
@@ -259,7 +261,10 @@ class Serving:
                 self._check(chunk.run.view, chunk.want)
                 self._ready(seq, Code.OK, "")
             except Refusal as refusal:
+                wrong = refusal
                 self._ready(seq, refusal.code, refusal.detail)
+        if wrong is None and self.failure is None:
+            self._on_read(chunk.want.ticket)
         self._done(seq, chunk.slot)
 
     async def _wait(self, sending: asyncio.Future[None]) -> None:

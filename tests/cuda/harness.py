@@ -159,6 +159,8 @@ class Daemons:
         self.cut = False
         """Set: no message arrives any more, as when the other daemon has died."""
         self.lost: list[CudaError] = []
+        self.read: list[bytes] = []
+        """Tickets under which chunks were sent."""
         self.copiers = [
             GpuThread(gpu, "kvd-gpu", self.lost.append)
             for gpu in (self.consumer_gpu, self.producer_gpu)
@@ -170,6 +172,7 @@ class Daemons:
             copier=self.copiers[0],
             send_peer=lambda addr, message: self._pass(self._to_producer, message),
             send_client=lambda client, message: None,
+            on_read=self.read.append,
         )
         self.producer = NcclTransport(
             self.producer_gpu,
@@ -178,6 +181,7 @@ class Daemons:
             copier=self.copiers[1],
             send_peer=lambda addr, message: None,
             send_client=lambda client, message: self._pass(self._to_consumer, message),
+            on_read=self.read.append,
         )
 
     def _pass(self, hear: Callable[[bytes], None], message: Any) -> None:

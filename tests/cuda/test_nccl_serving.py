@@ -10,6 +10,7 @@ import pytest
 
 from kvd.protocol import peer as wire
 from kvd.protocol.codes import Code
+from kvd.transport.base import TransportError
 from kvd.transport.nccl_serving import Serving
 from kvd.transport.options import TransportOptions
 
@@ -41,12 +42,14 @@ class Producer:
         monkeypatch.setattr(Serving, "_gather", gathered)
         self.comm = Comm()
         self.said: list[Any] = []
+        self.read: list[bytes] = []
         self.serving = Serving(
             wire.NcclOpen("comm", bytes(128), 1024, RING),
             self.comm,  # type: ignore[arg-type]
             TransportOptions(nccl_ring=RING, nccl_chunk_bytes=1024),
             ticket=lambda _: SimpleNamespace(),  # type: ignore[arg-type,return-value]
             send=self.said.append,
+            on_read=self.read.append,
         )
 
     async def want(self, *seqs: int) -> list[int]:
@@ -97,6 +100,19 @@ async def test_a_consumer_may_ask_before_its_last_chunks_are_seen_to_have_gone(
         one.set_result(None)
     await producer.settled()
     assert await producer.want() == [1, 2, 3, 4, 5, 6]
+    await producer.close()
+
+
+async def test_a_chunk_counts_as_read_when_its_send_has_ended_well(producer: Producer) -> None:
+    await producer.want(1, 2)
+    await producer.go(1, 2)
+    assert producer.read == []
+    producer.comm.sending[0].set_result(None)
+    await producer.settled()
+    assert producer.read == [bytes(16)]
+    producer.comm.sending[1].set_exception(TransportError(Code.PEER_LOST, "gone"))
+    await producer.settled()
+    assert producer.read == [bytes(16)]
     await producer.close()
 
 

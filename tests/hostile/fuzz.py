@@ -130,6 +130,7 @@ class Fuzzer:
         )
 
     def data_round(self, number: int) -> None:
+        self.target.lay_bait()
         insider = Insider(self.target, self.zmq, f"insider-{number}")
         try:
             u32 = st.sampled_from([0, 1, 2, 3, 4, 2**31, 2**32 - 1])

@@ -44,9 +44,10 @@ class Target:
         assert memory is not None
         self.geometry = memory.geometry
         self.canary = folder / "executed"
-        self.producer.offer(BAIT, BAIT_BLOCKS, lease_s=3600.0)
         self.fetches = 0
         self._lock = threading.Lock()
+        self._baits = 0
+        self.lay_bait()
 
     @property
     def data_port(self) -> int:
@@ -71,6 +72,14 @@ class Target:
             },
             self.canary,
         )
+
+    def lay_bait(self) -> None:
+        """A stranger who reaches a port may release it, as routers do: then there is another."""
+        with self._lock:
+            self.producer.poll()
+            if BAIT not in {transfer for transfer, _ in self.producer.client.offers}:
+                self._baits += 1
+                self.producer.offer(BAIT, BAIT_BLOCKS, generation=self._baits, lease_s=3600.0)
 
     def fetch(self, consumer: Engine | None = None) -> None:
         """One real transfer through the attacked daemon; every byte is looked at."""

@@ -89,6 +89,7 @@ class Client(ProducerCalls, ConsumerCalls):
             find_path=lambda: resolve_socket(self._path, local_rank=self._local_rank),
             hello=self._hello,
             registration=lambda: self._registration,
+            on_gpu=lambda: self._memory is not None and self._memory.on_gpu,
             connect_timeout_s=connect_timeout_s,
             daemon_hang_s=daemon_hang_s,
             max_frames=max_queue_frames,
@@ -163,7 +164,7 @@ class Client(ProducerCalls, ConsumerCalls):
         }
 
     def fileno(self) -> int | None:
-        """The socket, to wait on with others; it changes at each reconnect."""
+        """The socket, to wait on with others, while there is one; it changes at each reconnect."""
         return self._session.fileno()
 
     # --- memory --------------------------------------------------------------------------------

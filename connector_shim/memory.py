@@ -56,6 +56,10 @@ class MemoryDescription:
     def num_groups(self) -> int:
         return 1 + max((layer.group for layer in self.layers), default=-1)
 
+    @property
+    def on_gpu(self) -> bool:
+        return any(segment.device != "cpu" for segment in self.segments)
+
     def close(self) -> None:
         """Closes the descriptors; for whoever made the description, once it is not needed."""
         for segment in self.segments:

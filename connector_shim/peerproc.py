@@ -2,12 +2,20 @@
 
 A daemon that hangs (stopped, or stuck in a driver call) may still write into this engine's blocks
 when it wakes. Only its exit proves that it will not, so the client may have to bring it about.
+
+What an exit proves (Linux, do_exit): a pidfd becomes readable when the last thread of the process
+has gone through exit_mm, exit_files and exit_task_work, in which the files of the process are
+released. So by then no thread of it runs, and the release of the GPU driver's files, which ends
+what the process had on the GPU, has returned. (In NVIDIA's published kernel modules that release
+is put off only while the machine is being suspended.) A socket that reads as closed proves less:
+its files are released one after the other, the socket's maybe before the driver's.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import select
 import signal
 import socket
@@ -16,7 +24,9 @@ import struct
 log = logging.getLogger(__name__)
 
 _SO_PEERPIDFD = 77
+_PF_EXITING = 0x4
 _UCRED = struct.Struct("iII")
+_PID = re.compile(rb"^Pid:\s*(\d+)", re.MULTILINE)
 
 
 class PeerProcess:
@@ -80,6 +90,23 @@ class PeerProcess:
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
         return bool(poller.poll(0))
+
+    def lives(self) -> bool | None:
+        """Whether it runs and is not on its way out; None where that cannot be known.
+
+        Asked after its socket was found closed, True means that its program closed it: of a
+        process that ends, each thread is marked as exiting before the files are released.
+        """
+        try:
+            with open(f"/proc/self/fdinfo/{self._pidfd}", "rb") as file:
+                # Not `self.pid`: the number by which this very /proc knows the process.
+                pid = int(_PID.findall(file.read())[0])
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                flags = int(file.read().rpartition(b")")[2].split()[6])
+        except (OSError, IndexError, ValueError):
+            return False if self.exited() else None
+        # Not exited now: so the number was not another process's meanwhile.
+        return not flags & _PF_EXITING and not self.exited()
 
     def fileno(self) -> int | None:
         """Becomes readable when the process has exited."""

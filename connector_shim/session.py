@@ -1,7 +1,7 @@
 """The connection to the daemon: getting one, keeping it, and letting go of it safely.
 
     DOWN -- connected --> GREETING -- Welcome --> REGISTERING -- Registered --> UP
-    any  -- EOF --> DOWN
+    any  -- EOF --> DOWN, or LEAVING if a copy on a GPU may outlive the socket
     any  -- hang, garbled frame, overdue fetch, refusal --> LEAVING, or DOWN if no fetch is out
     LEAVING -- EOF, exit of the daemon, last fetch told --> DOWN
 
@@ -10,12 +10,21 @@ can use their blocks. Fetches end only when the daemon can write no more: it say
 or closes the socket, or exits. LEAVING is the time between; a daemon that does not close by
 itself is killed then, if that is allowed, and waited for if not.
 
+A daemon that lives closes a session's socket only when its copies have stopped. For one that
+dies, the kernel closes it, once all of its threads are ending: that proves the same for copies by
+the CPU, but not for what is still on a GPU. So where the blocks are on a GPU, only its exit counts
+then (`peerproc`). Where it cannot be seen which of the two it was, the fetches end at the exit if
+that can be seen, else after LEAVE_HANGS silences: nobody is left who could start a copy, and
+those that were started are batches of bounded size which wait for nothing. That is a bet on time,
+and logged.
+
 Time spent waiting is added up from poll to poll, with a limit on what one gap counts: an engine
 that was stopped for a minute must not take its daemon for dead on waking up.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -31,6 +40,8 @@ from connector_shim.wire import Frame, Garbled, PeerClosed, Wire, encode
 from kvd.protocol import local
 from kvd.protocol.codes import Code
 from kvd.protocol.version import PROTO_MAJOR
+
+log = logging.getLogger(__name__)
 
 MAX_READS = 1_024
 """Frames read in one go, so that a daemon which floods us cannot keep the engine's step."""
@@ -54,7 +65,8 @@ class Phase(Enum):
 
 
 class Session:
-    """`find_path` and `hello` are asked at each attempt, `registration` at each Welcome."""
+    """`find_path` and `hello` are asked at each attempt, `registration` at each Welcome;
+    `on_gpu` is whether blocks of the engine are on a GPU."""
 
     def __init__(
         self,
@@ -63,6 +75,7 @@ class Session:
         find_path: Callable[[], str],
         hello: Callable[[], local.Hello],
         registration: Callable[[], Sequence[Frame] | None],
+        on_gpu: Callable[[], bool],
         connect_timeout_s: float,
         daemon_hang_s: float,
         max_frames: int,
@@ -76,6 +89,7 @@ class Session:
         self._find_path = find_path
         self._hello = hello
         self._registration = registration
+        self._on_gpu = on_gpu
         self._connect_timeout_s = connect_timeout_s
         self._hang_s = daemon_hang_s
         self._ping_every_s = min(1.0, daemon_hang_s / 4)
@@ -96,6 +110,8 @@ class Session:
         self._waited_s = 0.0
         self._leave_limit_s = 0.0
         self._trusted = True
+        self._eof = False
+        """The socket is at its end, but that does not prove enough."""
 
     # --- what the client asks ------------------------------------------------------------------
 
@@ -107,7 +123,9 @@ class Session:
         """(descriptor, wants to write) of everything that can wake a poll."""
         if self._wire is None:
             return []
-        found = [(self._wire.fileno(), len(self._wire.outbox) > 0)]
+        found = []
+        if not self._eof:
+            found.append((self._wire.fileno(), len(self._wire.outbox) > 0))
         if self.phase is Phase.LEAVING:
             process = self._wire.process.fileno()
             if process is not None:
@@ -124,7 +142,7 @@ class Session:
         return self._wire.process.pid if self._wire is not None else 0
 
     def fileno(self) -> int | None:
-        return self._wire.fileno() if self._wire is not None else None
+        return self._wire.fileno() if self._wire is not None and not self._eof else None
 
     def wake_after(self, now: float) -> float:
         """Seconds until `advance` has something to do even if nothing arrives."""
@@ -155,7 +173,7 @@ class Session:
                 self._wire.flush()
                 drained = self._read(now)
             except PeerClosed:
-                self._closed(now, Code.DAEMON_GONE, f"the daemon at {self._path} closed")
+                self._at_eof(now, gap)
             except Garbled as exc:
                 self._count("garbled")
                 self._leave(
@@ -188,7 +206,7 @@ class Session:
             self._wire = wire
             self._connected_at = now
             self._tracker.new_session()
-            self._trusted, self._registered = True, False
+            self._trusted, self._registered, self._eof = True, False, False
             self._waited_s = 0.0
             self._forget_silence(now)
             self.phase = Phase.GREETING
@@ -363,10 +381,32 @@ class Session:
             self._gone(now)
         elif self._wire.process.exited():
             self._closed(now, Code.DAEMON_GONE, f"the daemon at {self._path} died")
+        elif self._eof:
+            self._watch_dying(now)
         elif self._waited_s >= self._leave_limit_s and self._wire.process.end(
             f"the daemon at {self._path} does not end its copies", self._tracker.num_fetches
         ):
             self._count("kills")
+
+    def _watch_dying(self, now: float) -> None:
+        """EOF was read, and the exit of the process was not seen."""
+        assert self._wire is not None
+        lives = self._wire.process.lives()
+        late = self._waited_s >= self._leave_limit_s
+        if late and lives is None:
+            log.error(
+                "kvd: the daemon at %s closed; whether its work on the GPU has ended cannot be "
+                "seen from here: the blocks of %d fetches are given back after %.0f s",
+                self._path, self._tracker.num_fetches, self._waited_s,
+            )  # fmt: skip
+        elif late and not lives:
+            self._leave_limit_s = float("inf")  # said once
+            log.error(
+                "kvd: the process of the daemon at %s does not finish exiting; the blocks of %d "
+                "fetches stay held until it has", self._path, self._tracker.num_fetches,
+            )  # fmt: skip
+        if lives or (late and lives is None):
+            self._closed(now, Code.DAEMON_GONE, f"the daemon at {self._path} closed")
 
     # --- the end -------------------------------------------------------------------------------
 
@@ -398,8 +438,19 @@ class Session:
             self._wire.hang_up()
             self._watch_leaving(now, 0.0)
 
+    def _at_eof(self, now: float, gap: float) -> None:
+        """The daemon's end is closed, by itself or by its death."""
+        if self._eof:
+            self._watch(now, gap)
+        elif self._tracker.num_fetches and self._on_gpu():
+            self._eof = True
+            self._waited_s, self._leave_limit_s = 0.0, LEAVE_HANGS * self._hang_s
+            self._leave(now, Code.DAEMON_GONE, f"the daemon at {self._path} closed")
+        else:
+            self._closed(now, Code.DAEMON_GONE, f"the daemon at {self._path} closed")
+
     def _closed(self, now: float, code: Code, detail: str) -> None:
-        """The daemon's end is closed: it copies nothing for us any more."""
+        """The daemon copies nothing for us any more."""
         if self.phase is not Phase.LEAVING:
             self._tell_down(code, detail)
         self._tracker.end_all_offers(Code.DAEMON_GONE)

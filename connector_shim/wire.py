@@ -31,7 +31,8 @@ _FULL = (errno.EAGAIN, errno.ENOBUFS)
 
 
 class PeerClosed(Exception):
-    """The daemon closed the socket, or died: none of its copies for us runs any more."""
+    """The daemon closed the socket, or died: no thread of it copies for us any more. What a dying
+    one has put on a GPU may still run."""
 
 
 class Garbled(Exception):

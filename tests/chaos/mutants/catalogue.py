@@ -246,6 +246,20 @@ DONE_MEANS_QUIET = (
         ),
         f"{CLIENT}/test_session.py::test_after_nonsense_a_fetch_ends_only_when_the_daemon_has_closed",
     ),
+    Mutant(
+        "shim: a closed socket is taken for a quiet GPU",
+        3,
+        (Hunk(SESSION, "elif self._tracker.num_fetches and self._on_gpu():", "elif False:"),),
+        f"{CLIENT}/test_dying.py::test_blocks_on_a_gpu_stay_held_until_a_dying_daemon_has_exited",
+        "told ended while the GPU could write",
+    ),
+    Mutant(
+        "shim: a daemon that is exiting is taken for one that closed in order",
+        3,
+        (Hunk("connector_shim/peerproc.py", "not flags & _PF_EXITING and ", ""),),
+        f"{CLIENT}/test_dying.py::test_blocks_on_a_gpu_stay_held_until_a_dying_daemon_has_exited",
+        "told ended while the GPU could write",
+    ),
 )
 
 IDS = (

@@ -18,10 +18,13 @@ import msgspec
 from kvd.protocol import local
 from tests.unit.client.fake import welcome
 
+LATE = 0xEE
+
 _decode = msgspec.msgpack.Decoder(local.FromShim).decode
 
 
-def main() -> None:
+def serve_until_fetch() -> tuple[socket.socket, mmap.mmap]:
+    """The session, once a fetch is to go, and its first segment."""
     session = socket.socket(fileno=int(sys.argv[1]))
     if session.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         session, _ = session.accept()
@@ -37,10 +40,18 @@ def main() -> None:
         if isinstance(message, local.Register):
             session.send(msgspec.msgpack.encode(local.Registered(1)))
         if isinstance(message, local.FetchGo):
-            break
-    with mmap.mmap(fds[0], 0) as blocks:
+            return session, mmap.mmap(fds[0], 0)
+
+
+def write_late(blocks: mmap.mmap) -> None:
+    blocks[:] = bytes([LATE]) * len(blocks)
+
+
+def main() -> None:
+    session, blocks = serve_until_fetch()
+    with session, blocks:
         os.kill(os.getpid(), signal.SIGSTOP)
-        blocks[:] = b"\xee" * len(blocks)
+        write_late(blocks)
 
 
 if __name__ == "__main__":

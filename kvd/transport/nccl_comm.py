@@ -210,7 +210,8 @@ class Comm:
             self._settle(comm, time.monotonic() + limit)
 
         if await self._step("revoke", limit, revoke):
-            # Two threads that free one communicator would be worse than a new process.
+            # One that hangs is not aborted: NCCL lets one thread at a time use a communicator, and
+            # both calls free it. Memory freed twice would be worse than a new process.
             return await self._step("destroy", limit, lambda: self._lib.destroy(comm))
         return await self._aborted(comm, limit)
 

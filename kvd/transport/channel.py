@@ -312,14 +312,11 @@ def wait_for_bytes(
 
 
 def _readable(sock: socket.socket) -> bool:
-    """Whether bytes or the end came; looked at below TLS."""
-    try:
-        socket.socket.recv(sock, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
+    """Whether bytes or the end came; looked at below TLS. (Not by recv: with a timeout set, Python
+    waits before it calls, whatever the flags.)"""
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def _why(error: OSError) -> str:

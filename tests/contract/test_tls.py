@@ -16,6 +16,7 @@ import pytest
 
 from kvd.errors import ConfigError
 from kvd.protocol.codes import Code
+from kvd.transport import channel
 from kvd.transport.base import TransportError
 from kvd.transport.channel import Tls, load_tls
 from kvd.transport.tcp_puller import TcpPuller
@@ -76,6 +77,23 @@ async def test_ends_of_one_authority_move_bytes(
     assert await fetch_as(rig, harness, tls(certificates["d"])) == 10 * BLOCK
     assert rig.wrong_blocks(rig.piece(0, range(10), range(10))) == []
     assert dropped(harness) == {}
+
+
+async def test_a_connection_is_used_again_without_a_pause(
+    secured: tuple[Rig, TcpHarness],
+    certificates: dict[str, Certificate],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To see that it is still good costs no wait: here one would outlast the test."""
+    monkeypatch.setattr(channel, "TICK_S", 600.0)
+    rig, harness = secured
+    options = replace(PLENTY, tls=tls(certificates["d"]))
+    puller = TcpPuller(harness._local, harness.host, harness.server.port, 40, options)
+    async with asyncio.timeout(60):
+        for _ in range(2):
+            await puller.pull(rig.job(rig.piece(0, range(10), range(10))))
+        await puller.aclose()
+    assert puller.statistics()["connects"] == 1
 
 
 async def test_an_end_of_another_authority_is_refused_by_both_sides(

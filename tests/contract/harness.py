@@ -80,8 +80,9 @@ class Harness(Protocol):
         """A new consumer's end."""
         ...
 
-    def admit(self, blocks: Sequence[Sequence[int]]) -> None:
-        """Lets TICKET read these source blocks, by group, in all layers."""
+    def admit(self, blocks: Sequence[Sequence[int]], word: int = WORD) -> None:
+        """Lets TICKET read these source blocks, by group, in all layers, under that fence word.
+        Where the consumer reads the fence itself there is nothing to be done."""
         ...
 
     def gate(self, after: int) -> AnyGate:
@@ -121,7 +122,7 @@ class ShmHarness:
         self._pullers.append(puller)
         return puller
 
-    def admit(self, blocks: Sequence[Sequence[int]]) -> None:
+    def admit(self, blocks: Sequence[Sequence[int]], word: int = WORD) -> None:
         pass
 
     def small_calls(self, nbytes: int) -> None:
@@ -194,14 +195,14 @@ class TcpHarness:
         self._pullers.append(puller)
         return puller
 
-    def admit(self, blocks: Sequence[Sequence[int]]) -> None:
-        self.server.open_ticket(TICKET, self.view(blocks))
+    def admit(self, blocks: Sequence[Sequence[int]], word: int = WORD) -> None:
+        self.server.open_ticket(TICKET, self.view(blocks, word))
 
-    def view(self, blocks: Sequence[Sequence[int]]) -> TicketView:
+    def view(self, blocks: Sequence[Sequence[int]], word: int = WORD) -> TicketView:
         return TicketView(
             memory=self.fence_memory,
             fence_slot=SLOT,
-            fence_word=WORD,
+            fence_word=word,
             first_index=0,
             blocks=tuple(pack(group) for group in blocks),
             valid=(Watermark(0, self.fence_memory.num_layers, TOKENS),),
@@ -294,7 +295,7 @@ class FakeHarness:
         self._pullers.append(puller)
         return puller
 
-    def admit(self, blocks: Sequence[Sequence[int]]) -> None:
+    def admit(self, blocks: Sequence[Sequence[int]], word: int = WORD) -> None:
         pass
 
     def small_calls(self, nbytes: int) -> None:

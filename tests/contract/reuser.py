@@ -1,9 +1,9 @@
 """An owner that re-uses its blocks at once: run as a program, beside a reader.
 
-Argument: the descriptors of the segment, the fence table and the board, and how many blocks the
-segment has. It arms the fence word, leaves the blocks alone for a moment of random length, takes
-the word back, and fills the blocks with the next word's byte. The board's first word is what is
-offered now; it ends when the second is set.
+Arguments: the descriptors of the segment, the fence table and the board. It arms the fence word,
+leaves the blocks alone for a moment of random length, takes the word back, and fills the blocks
+with the next word's byte. The board's first word is what is offered now; it ends when the second
+is set; the third counts the reader's copies that have ended.
 """
 
 from __future__ import annotations
@@ -33,9 +33,15 @@ def main() -> None:
         data[:] = byte_of(word)
         fence[SLOT] = word
         board[0] = word
-        for _ in range(random.randrange(10 ** random.randrange(2, 6))):
-            if board[1]:
-                break
+        if random.randrange(4):
+            for _ in range(random.randrange(10 ** random.randrange(2, 6))):
+                if board[1]:
+                    break
+        else:
+            # As long as a whole copy takes, however slow the reader is.
+            ended = board[2]
+            while board[2] < ended + 2 and not board[1]:
+                pass
         fence[SLOT] = 0
 
 

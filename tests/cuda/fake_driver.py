@@ -114,6 +114,10 @@ class FakeDriver:
         with self._lock:
             return self._new(nbytes, kind).address
 
+    def descriptors(self) -> list[int]:
+        """Of all memory, in the order in which it was made."""
+        return [allocation.fd for allocation in self._allocations.values()]
+
     def memory(self, address: int, nbytes: int) -> Any:
         """The bytes there, as a numpy array over them."""
         import numpy as np

@@ -117,7 +117,7 @@ class CudaIpcHarness(Unchecked):
         self._pullers.append(puller)
         return puller
 
-    def admit(self, blocks: Sequence[Sequence[int]]) -> None:
+    def admit(self, blocks: Sequence[Sequence[int]], word: int = WORD) -> None:
         pass
 
     def small_calls(self, nbytes: int) -> None:
@@ -294,14 +294,14 @@ class NcclHarness(Unchecked):
         self._pullers.append(puller)
         return puller
 
-    def admit(self, blocks: Sequence[Sequence[int]]) -> None:
-        self.daemons.producer.open_ticket(TICKET, self.view(blocks))
+    def admit(self, blocks: Sequence[Sequence[int]], word: int = WORD) -> None:
+        self.daemons.producer.open_ticket(TICKET, self.view(blocks, word))
 
-    def view(self, blocks: Sequence[Sequence[int]]) -> TicketView:
+    def view(self, blocks: Sequence[Sequence[int]], word: int = WORD) -> TicketView:
         return TicketView(
             memory=self.owner,
             fence_slot=SLOT,
-            fence_word=WORD,
+            fence_word=word,
             first_index=0,
             blocks=tuple(pack(group) for group in blocks),
             valid=(Watermark(0, self.owner.num_layers, 2**40),),

@@ -49,6 +49,10 @@ class CudaSide(Side):
             )
         return infos
 
+    def descriptors(self) -> list[int]:
+        """Of the allocations in which the segments lie, and of the fence table."""
+        return [*self.engine.descriptors(), self._fds[-1]]
+
     def open_on(self, gpu: Gpu, *, writable: bool) -> DeviceMemory:
         fds = [os.dup(fd) for fd in self._fds]
         return self._device(self.open_fds(fds, writable=writable, opener=memory_opener(gpu)))

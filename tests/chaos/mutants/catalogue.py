@@ -11,6 +11,7 @@ FETCHES, GRANTS = "kvd/core/fetches.py", "kvd/core/grants.py"
 SESSION, TRACKING = "connector_shim/session.py", "connector_shim/tracking.py"
 MIDWAY = "tests/contract/test_safety.py::test_blocks_reused_in_mid_copy_are_not_accepted"
 STOPPED = "tests/contract/test_safety.py::test_after_stop_no_byte_lands_once_the_pull_returned"
+STALE = "tests/contract/test_stale_reads.py::test_a_reader_never_accepts_reused_blocks"
 CORE, CLIENT = "tests/unit/core", "tests/unit/client"
 
 WRITER_IS_OWNER = (
@@ -41,6 +42,24 @@ NO_LOOK_AFTER_SHM = Hunk(
     "",
 )
 
+NO_LOOK_AFTER_TCP = (
+    Hunk(
+        SERVING,
+        "            fault = self._fault(view, request)\n"
+        "            if fault is not None and vector.done >= head.nbytes:\n"
+        "                break\n",
+        "",
+    ),
+    Hunk(
+        SERVING,
+        "        if fault is None:\n"
+        "            # All bytes are copied into the socket by now: "
+        "this check is what makes them valid.\n"
+        "            fault = self._fault(view, request)\n",
+        "",
+    ),
+)
+
 READS_ARE_VALIDATED = (
     Mutant(
         "shm: no look at the fence word after the copy",
@@ -52,24 +71,43 @@ READS_ARE_VALIDATED = (
     Mutant(
         "tcp: no look at the fence word once bytes are sent",
         2,
+        NO_LOOK_AFTER_TCP,
+        f"{MIDWAY}[tcp]",
+        "wrong",
+    ),
+    Mutant(
+        "tcp: the same, from memory of a GPU",
+        2,
+        NO_LOOK_AFTER_TCP,
+        f"{STALE}[tcp_cuda]",
+        "wrong",
+    ),
+    Mutant(
+        "cuda_ipc: no look at the fence word after the copy",
+        2,
         (
             Hunk(
-                SERVING,
-                "            fault = self._fault(view, request)\n"
-                "            if fault is not None and vector.done >= head.nbytes:\n"
-                "                break\n",
-                "",
-            ),
-            Hunk(
-                SERVING,
-                "        if fault is None:\n"
-                "            # All bytes are copied into the socket by now: "
-                "this check is what makes them valid.\n"
-                "            fault = self._fault(view, request)\n",
+                "kvd/transport/cuda_ipc.py",
+                '                self._check_fence(job, "after")\n',
                 "",
             ),
         ),
-        f"{MIDWAY}[tcp]",
+        f"{STALE}[cuda_ipc]",
+        "wrong",
+    ),
+    Mutant(
+        "nccl: no look at the fence word once bytes are gathered",
+        2,
+        (
+            Hunk(
+                "kvd/transport/nccl_serving.py",
+                "            # All bytes are in staging by now: "
+                "this check is what makes them valid.\n"
+                "            self._check(view, want)\n",
+                "",
+            ),
+        ),
+        f"{STALE}[nccl]",
         "wrong",
     ),
     Mutant(

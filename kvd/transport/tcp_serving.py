@@ -201,7 +201,6 @@ class Connection:
         crc = 0
         if fault is None and request.checked:
             # None: a fault, which is found again below.
-            go_on = lambda: self._fault(view, request) is None  # noqa: E731
             go_on = partial(self._unfaulted, view, request)
             crc = stretches_crc(view.memory, stretches, go_on) or 0
         if fault is None:

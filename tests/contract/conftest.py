@@ -16,6 +16,7 @@ from tests.cuda.harness import (
     NcclHarness,
     NcclRunsHarness,
     TcpCudaHarness,
+    TcpCudaTlsHarness,
     VmmHarness,
 )
 
@@ -26,6 +27,7 @@ HARNESSES: dict[str, Callable[[Rig, pytest.MonkeyPatch], Harness]] = {
     "nccl": NcclHarness,
     "nccl_runs": NcclRunsHarness,
     "tcp_cuda": TcpCudaHarness,
+    "tcp_cuda+tls": TcpCudaTlsHarness,
 }
 
 Connect = Callable[..., AbstractAsyncContextManager[tuple[Rig, Harness]]]

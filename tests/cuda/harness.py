@@ -24,8 +24,8 @@ from kvd.transport.nccl import NcclTransport
 from kvd.transport.nccl_lib import Nccl
 from kvd.transport.nccl_puller import NcclPuller
 from kvd.transport.options import TransportOptions
-from tests.contract.harness import TcpHarness
-from tests.contract.rig import SLOT, TICKET, WORD, Rig, pack
+from tests.contract.harness import TcpHarness, TlsHarness
+from tests.contract.rig import SLOT, TICKET, WORD, Rig, Side, pack
 from tests.cuda.fake_driver import FakeDriver
 from tests.cuda.fake_nccl import FakeNccl
 from tests.cuda.sides import CudaSide, VmmSide, fake_gpu
@@ -236,22 +236,22 @@ class Daemons:
 
 
 class TcpCudaHarness(TcpHarness):
-    """GPU memory at both ends, through pinned buffers."""
+    """GPU memory at both ends, or at one of a rig's choice, through pinned buffers."""
 
     side = CudaSide
 
     def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.drivers: list[FakeDriver] = []
         super().__init__(rig, monkeypatch)
-        self.drivers = [gpu.driver._m for gpu in self.gpus]
 
     def open_both(self, rig: Rig) -> tuple[EngineMemory, EngineMemory]:
-        assert isinstance(rig.src, CudaSide)
-        assert isinstance(rig.dst, CudaSide)
-        self.gpus = [fake_gpu(FakeDriver()), fake_gpu(FakeDriver())]
-        return (
-            rig.dst.open_on(self.gpus[0], writable=True),
-            rig.src.open_on(self.gpus[1], writable=True),
-        )
+        return self._open(rig.dst), self._open(rig.src)
+
+    def _open(self, side: Side) -> EngineMemory:
+        if not isinstance(side, CudaSide):
+            return side.open(writable=True)
+        self.drivers.append(FakeDriver())
+        return side.open_on(fake_gpu(self.drivers[-1]), writable=True)
 
     def small_calls(self, nbytes: int) -> None:
         """A chunk lands as a whole, so chunks have to be small."""
@@ -264,6 +264,10 @@ class TcpCudaHarness(TcpHarness):
         for driver in self.drivers:
             for what in ("stream", "event", "host"):
                 assert driver.live[what] == 0, driver.live
+
+
+class TcpCudaTlsHarness(TlsHarness, TcpCudaHarness):
+    """The same inside TLS."""
 
 
 class NcclHarness(Unchecked):

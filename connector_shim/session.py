@@ -3,7 +3,7 @@
     DOWN -- connected --> GREETING -- Welcome --> REGISTERING -- Registered --> UP
     any  -- EOF --> DOWN, or LEAVING if a copy on a GPU may outlive the socket
     any  -- hang, garbled frame, overdue fetch, refusal --> LEAVING, or DOWN if no fetch is out
-    LEAVING -- EOF, exit of the daemon, last fetch told --> DOWN
+    LEAVING -- EOF (the same), exit of the daemon, last fetch told --> DOWN
 
 Offers end the moment that the connection is given up: their fence words are dropped, so nobody
 can use their blocks. Fetches end only when the daemon can write no more: it says so (FetchDone),

@@ -33,15 +33,14 @@ def main() -> None:
         data[:] = byte_of(word)
         fence[SLOT] = word
         board[0] = word
-        if random.randrange(4):
-            for _ in range(random.randrange(10 ** random.randrange(2, 6))):
-                if board[1]:
-                    break
-        else:
-            # As long as a whole copy takes, however slow the reader is.
+        if not random.randrange(4):
+            # For a whole copy, however slow the reader is. The next is under way, then.
             ended = board[2]
             while board[2] < ended + 2 and not board[1]:
                 pass
+        for _ in range(random.randrange(10 ** random.randrange(2, 6))):
+            if board[1]:
+                break
         fence[SLOT] = 0
 
 

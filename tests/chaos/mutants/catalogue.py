@@ -111,6 +111,18 @@ READS_ARE_VALIDATED = (
         "wrong",
     ),
     Mutant(
+        "nccl: no look at the fence word once bytes are sent from blocks",
+        2,
+        (
+            Hunk(
+                "kvd/transport/nccl_serving.py",
+                "                self._check(chunk.run.view, chunk.want)\n",
+                "",
+            ),
+        ),
+        "tests/cuda/test_nccl_runs.py::test_blocks_reused_in_mid_send_touch_nothing",
+    ),
+    Mutant(
         "shm: the same, found by the fault suite",
         2,
         (NO_LOOK_AFTER_SHM,),

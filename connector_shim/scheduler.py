@@ -11,8 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from math import lcm
 from typing import Any
 
 from connector_shim.daemons import DaemonStates
@@ -21,11 +19,9 @@ from connector_shim.jobs import (
     OfferJob,
     RankId,
     RankState,
-    RankTable,
     ReleaseJob,
     StepJobs,
     pack_blocks,
-    pack_u32,
 )
 from connector_shim.params import (
     ParamsError,
@@ -35,12 +31,12 @@ from connector_shim.params import (
     wanted_transfer_id,
     wants,
 )
-from connector_shim.prompts import finished_well, prompt_digest, unfit
+from connector_shim.plans import EngineShape, Plan, fetch_job, missing_ranks, offer_job
+from connector_shim.prompts import finished_well, unfit
 from connector_shim.readings import (
     clear_flag,
     fetch_end,
     fresh_blocks,
-    traceparent,
     valid_tokens,
 )
 from connector_shim.renewals import Renewals
@@ -51,37 +47,7 @@ from connector_shim.tally import Tally
 log = logging.getLogger("vllm.kvd.scheduler")
 
 
-@dataclass(frozen=True, slots=True)
-class EngineShape:
-    """What the scheduler half must know of its engine.
-
-    `block_sizes`: tokens per block of each KV cache group; `num_blocks` counts the whole pool.
-    """
-
-    engine_id: str
-    block_sizes: tuple[int, ...]
-    num_blocks: int
-    pp_size: int = 1
-    tp_size: int = 1
-    full_attention: bool = True
-    """Every group keeps all blocks of a request until it ends: no sliding window, no state."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens after which a block ends in every group."""
-        return lcm(*self.block_sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What was promised for a request when the scheduler last asked."""
-
-    start: int
-    end: int
-    remote: RemotePrefill
-
-
-_WAIT = _Plan(0, 0, RemotePrefill("", None, "", (), None))
+_WAIT = Plan(0, 0, RemotePrefill("", None, "", (), None))
 """Stands for: ask again in the next step."""
 
 
@@ -122,7 +88,7 @@ class SchedulerHalf:
         self._seq = 0
 
         # By request id; every request is taken out when it has blocks or has finished.
-        self._plans: dict[str, _Plan] = {}
+        self._plans: dict[str, Plan] = {}
         self._reasons: dict[str, _NotThisOne] = {}
         self._receiving: dict[str, str] = {}
         self._held: dict[str, int] = {}
@@ -182,7 +148,7 @@ class SchedulerHalf:
                 return plan.end - plan.start, True
         return 0, False
 
-    def _plan(self, request: Any, computed: int) -> _Plan | None:
+    def _plan(self, request: Any, computed: int) -> Plan | None:
         params = request.kv_transfer_params
         consumer = wants(params, "do_remote_prefill")
         producer = wants(params, "do_remote_decode")
@@ -199,7 +165,7 @@ class SchedulerHalf:
             raise _NotThisOne("daemon_down", f"prefilled here: {self.daemons.problem()}")
         return plan
 
-    def _remote_plan(self, request: Any, params: Mapping[str, Any], computed: int) -> _Plan | None:
+    def _remote_plan(self, request: Any, params: Mapping[str, Any], computed: int) -> Plan | None:
         remote = parse_remote_prefill(params)
         reason = unfit(request)
         if reason:
@@ -210,11 +176,11 @@ class SchedulerHalf:
             return None
         if computed % block_size:
             raise _NotThisOne("unaligned_start", f"{computed} tokens are held here already")
-        missing = self._missing_ranks(remote.ranks)
+        missing = missing_ranks(self.shape, remote.ranks)
         if missing and remote.bootstrap is None:
             raise _NotThisOne("missing_ranks", missing)
         self._renewals.want(request.request_id, remote)
-        return _Plan(computed, end, remote)
+        return Plan(computed, end, remote)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks are given: fetch into them, or let the producer go when nothing is needed."""
@@ -248,11 +214,11 @@ class SchedulerHalf:
             self.tally.note(reason.kind, reason.detail)
         return reason is not None
 
-    def _fetch(self, request: Any, blocks: Any, num_tokens: int, plan: _Plan | None) -> None:
+    def _fetch(self, request: Any, blocks: Any, num_tokens: int, plan: Plan | None) -> None:
         self._num_fetches += 1
         fetch_id = f"{self._fetch_prefix}-{self._num_fetches}"
         try:
-            job = self._fetch_job(request, blocks, num_tokens, plan, fetch_id)
+            job = fetch_job(self.shape, request, blocks, num_tokens, plan, fetch_id)
         except Exception as error:
             # The scheduler counts on this load now: it must end, so it ends in failure.
             log.exception("kvd: a fetch fails before it starts")
@@ -265,41 +231,6 @@ class SchedulerHalf:
         self._receiving[request.request_id] = fetch_id
         self._fetches.append(job)
 
-    def _fetch_job(
-        self, request: Any, blocks: Any, num_tokens: int, plan: _Plan | None, fetch_id: str
-    ) -> FetchJob:
-        if plan is None:
-            raise ValueError(f"{num_tokens} tokens to load that kvd did not promise")
-        end = plan.start + num_tokens
-        # The scheduler may have cut what was promised, but only at a block boundary.
-        if end > plan.end or (end != plan.end and end % self.shape.block_size):
-            raise ValueError(f"{num_tokens} tokens to load of [{plan.start}, {plan.end})")
-        tables = []
-        for group, (table, size) in enumerate(
-            zip(blocks.blocks, self.shape.block_sizes, strict=True)
-        ):
-            first, last = plan.start // size, -(-end // size)
-            wanted = list(table[first:last])
-            if len(wanted) != last - first:
-                raise ValueError(f"group {group} has {len(table)} blocks, {last} are needed")
-            if any(b.block_hash is not None and not b.is_null for b in wanted):
-                raise ValueError(f"group {group}: a block to be written is shared already")
-            tables.append(pack_blocks(None if b.is_null else b.block_id for b in wanted))
-        return FetchJob(
-            req_id=request.request_id,
-            fetch_id=fetch_id,
-            transfer_id=plan.remote.transfer_id,
-            generation=plan.remote.generation,
-            engine_id=plan.remote.engine_id,
-            ranks=plan.remote.ranks,
-            start=plan.start,
-            end=end,
-            blocks=tuple(tables),
-            digest=prompt_digest(request, end).at([end])[0],
-            bootstrap=plan.remote.bootstrap,
-            traceparent=traceparent(request),
-        )
-
     def _release(self, params: Mapping[str, Any], noted: bool = False) -> None:
         try:
             remote = parse_remote_prefill(params)
@@ -308,14 +239,6 @@ class SchedulerHalf:
                 self.tally.note(f"params_{error.kind}", error.detail)
             return
         self._releases.append(remote.notice(ReleaseJob))
-
-    def _missing_ranks(self, ranks: RankTable) -> str:
-        named = {rank for rank, _ in ranks}
-        for pp in range(self.shape.pp_size):
-            for tp in range(self.shape.tp_size):
-                if (pp, tp) not in named:
-                    return f"the params name no producer for rank pp={pp} tp={tp}"
-        return ""
 
     # --- producer, and the end of every request ---------------------------------------------
 
@@ -387,7 +310,7 @@ class SchedulerHalf:
             tokens = min(tokens, request.num_prompt_tokens)
         else:
             key = wanted_transfer_id(params, request.request_id), self._next_generation()
-            self._offers.append(self._offer_job(request, key, tokens, tables))
+            self._offers.append(offer_job(self.shape, request, key, tokens, tables))
         answer = offer_params(
             transfer_id=key[0],
             generation=key[1],
@@ -402,24 +325,6 @@ class SchedulerHalf:
         self._held[request.request_id] = held
         self._held_blocks += held
         return True, answer
-
-    def _offer_job(
-        self, request: Any, key: tuple[str, int], tokens: int, tables: Sequence[Sequence[int]]
-    ) -> OfferJob:
-        digest = prompt_digest(request, tokens)
-        positions = digest.boundaries(self.shape.block_size, tokens)
-        return OfferJob(
-            req_id=request.request_id,
-            transfer_id=key[0],
-            generation=key[1],
-            tokens=tokens,
-            blocks=tuple(
-                pack_blocks(None if block == NULL_BLOCK_ID else block for block in table)
-                for table in tables
-            ),
-            positions=pack_u32(positions),
-            digests=b"".join(digest.at(positions)),
-        )
 
     def _not_offered(self, request: Any) -> tuple[str, str] | None:
         problem = self.daemons.problem()

@@ -13,7 +13,8 @@ from connector_shim.keeper import DaemonKeeper
 from connector_shim.layout import describe_kv_caches, unsupported_groups
 from connector_shim.memory import MemoryDescription
 from connector_shim.paths import resolve_socket
-from connector_shim.scheduler import EngineShape, SchedulerHalf
+from connector_shim.plans import EngineShape
+from connector_shim.scheduler import SchedulerHalf
 from connector_shim.settings import ShimSettings
 from connector_shim.spawn import private_socket_path
 from connector_shim.worker import WorkerHalf

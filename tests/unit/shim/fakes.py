@@ -11,7 +11,8 @@ from connector_shim.errors import ClientError
 from connector_shim.events import Event, Up
 from connector_shim.jobs import RankState, StepJobs
 from connector_shim.memory import MemoryDescription
-from connector_shim.scheduler import EngineShape, SchedulerHalf
+from connector_shim.plans import EngineShape
+from connector_shim.scheduler import SchedulerHalf
 from connector_shim.settings import ShimSettings
 from kvd.protocol.codes import Code
 from kvd.protocol.local import FetchDone, OfferEnded, Welcome

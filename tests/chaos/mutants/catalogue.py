@@ -189,7 +189,7 @@ READS_ARE_VALIDATED = (
                 "for transfer_id, generation in ():",
             ),
         ),
-        f"{CLIENT}/test_session.py::"
+        f"{CLIENT}/test_silence.py::"
         "test_a_lease_ends_by_the_shims_clock_while_the_daemon_is_silent",
     ),
 )
@@ -294,7 +294,7 @@ DONE_MEANS_QUIET = (
                 "            self.phase = Phase.LEAVING\n",
             ),
         ),
-        f"{CLIENT}/test_session.py::test_after_nonsense_a_fetch_ends_only_when_the_daemon_has_closed",
+        f"{CLIENT}/test_nonsense.py::test_after_nonsense_a_fetch_ends_only_when_the_daemon_has_closed",
     ),
     Mutant(
         "shim: a closed socket is taken for a quiet GPU",

@@ -15,6 +15,7 @@ import msgspec
 from connector_shim.client import Client
 from connector_shim.events import Event
 from connector_shim.memory import shared_blocks
+from connector_shim.session import BACKOFF_MAX_S
 from kvd.protocol import local
 from kvd.protocol.types import PeerAddr, Stages
 
@@ -171,3 +172,8 @@ def state(client: Client) -> str:
 def outstanding(client: Client) -> tuple[set[str], set[str]]:
     """(fetch ids, transfer ids of offers)"""
     return set(client.fetches), {transfer_id for transfer_id, _ in client.offers}
+
+
+def later(clock: FakeClock, client: Client) -> None:
+    """Past any backoff."""
+    clock.now += 2 * BACKOFF_MAX_S

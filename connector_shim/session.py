@@ -25,7 +25,6 @@ that was stopped for a minute must not take its daemon for dead on waking up.
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import assert_never
@@ -35,6 +34,7 @@ import msgspec
 from connector_shim.errors import ClientError
 from connector_shim.events import Down, Up
 from connector_shim.paths import why_not
+from connector_shim.patience import KNOCK_S, Knocks, Silence
 from connector_shim.tracking import Tracker
 from connector_shim.wire import Frame, Garbled, PeerClosed, Wire, encode
 from kvd.protocol import local
@@ -45,10 +45,6 @@ log = logging.getLogger(__name__)
 
 MAX_READS = 1_024
 """Frames read in one go, so that a daemon which floods us cannot keep the engine's step."""
-BACKOFF_MIN_S = 0.05
-BACKOFF_MAX_S = 2.0
-KNOCK_S = 0.1
-"""Pause after nobody listened: to find that out costs two system calls."""
 REGISTER_TIMEOUT_S = 120.0
 LEAVE_HANGS = 3
 """How many times `daemon_hang_s` a daemon that was not silent has to stop its copies and close."""
@@ -92,21 +88,19 @@ class Session:
         self._on_gpu = on_gpu
         self._connect_timeout_s = connect_timeout_s
         self._hang_s = daemon_hang_s
-        self._ping_every_s = min(1.0, daemon_hang_s / 4)
+        self._silence = Silence(min(1.0, daemon_hang_s / 4))
+        self._knocks = Knocks()
         self._max_frames = max_frames
         self._max_bytes = max_bytes
         self._wire: Wire | None = None
         self._path = ""
         self._boot_id: int | None = None
         self._told: Code | None = None
-        self._backoff_s = BACKOFF_MIN_S
-        self._retry_at = float("-inf")
         self._connected_at = float("-inf")
         self._last = float("-inf")
         self._registered = False
         self._ignored_by: int | None = None
         """The process that did not take this engine when it was last asked."""
-        self._forget_silence(float("-inf"))
         self._waited_s = 0.0
         self._leave_limit_s = 0.0
         self._trusted = True
@@ -147,8 +141,8 @@ class Session:
     def wake_after(self, now: float) -> float:
         """Seconds until `advance` has something to do even if nothing arrives."""
         if self.phase is Phase.DOWN:
-            return max(0.001, self._retry_at - now)
-        return self._ping_every_s / 2
+            return max(0.001, self._knocks.wait_s(now))
+        return self._silence.ask_after_s / 2
 
     def queued(self) -> int:
         return len(self._wire.outbox) if self._wire is not None else 0
@@ -165,7 +159,7 @@ class Session:
         """Does all that can be done without waiting."""
         gap = min(max(0.0, now - self._last), self._hang_s / 4)
         self._last = now
-        if self.phase is Phase.DOWN and now >= self._retry_at:
+        if self.phase is Phase.DOWN and self._knocks.due(now):
             self._connect(now)
             gap = 0.0  # what passed before is no time that this connection was waited for
         if self._wire is not None:
@@ -184,7 +178,7 @@ class Session:
                 # talks without end must not put off its own end.
                 if drained or self.phase is Phase.LEAVING:
                     self._watch(now, gap)
-            if self.phase is Phase.DOWN and now >= self._retry_at:
+            if self.phase is Phase.DOWN and self._knocks.due(now):
                 self._connect(now)
         if self._wire is not None:
             self._wire.flush()
@@ -208,20 +202,13 @@ class Session:
             self._tracker.new_session()
             self._trusted, self._registered, self._eof = True, False, False
             self._waited_s = 0.0
-            self._forget_silence(now)
+            self._silence.heard(now)
             self.phase = Phase.GREETING
             wire.outbox.push([encode(self._hello())], urgent=True)
 
     def _failed(self, now: float, code: Code, detail: str) -> None:
-        self._schedule_retry(now)
-        if code is Code.DAEMON_GONE:
-            self._retry_at = min(self._retry_at, now + KNOCK_S)
+        self._knocks.later(now, KNOCK_S if code is Code.DAEMON_GONE else float("inf"))
         self._tell_down(code, detail)
-
-    def _schedule_retry(self, now: float) -> None:
-        # Spread, so that the ranks of an engine do not all knock at the same moment.
-        self._retry_at = now + self._backoff_s * random.uniform(0.75, 1.25)
-        self._backoff_s = min(BACKOFF_MAX_S, self._backoff_s * 2)
 
     def _tell_down(self, code: Code, detail: str) -> None:
         self.last_error = ClientError(code, detail)
@@ -239,7 +226,7 @@ class Session:
             data = self._wire.receive()
             if data is None:
                 return True
-            self._forget_silence(now)
+            self._silence.heard(now)
             if not self._trusted:
                 self._count("ignored")
                 continue
@@ -275,7 +262,7 @@ class Session:
                 self._on_registered()
             case local.Refused():
                 code = Code(message.code) if message.code in set(Code) else Code.INTERNAL
-                self._backoff_s = BACKOFF_MAX_S
+                self._knocks.rarely()
                 self._leave(now, code, f"the daemon at {self._path} refused: {message.detail}")
             case _:
                 assert_never(message)
@@ -284,7 +271,7 @@ class Session:
         if self.phase is not Phase.GREETING:
             raise Garbled("Welcome, a second time")
         if message.proto_major != PROTO_MAJOR:
-            self._backoff_s = BACKOFF_MAX_S
+            self._knocks.rarely()
             detail = (
                 f"the daemon at {self._path} (version {message.version}) speaks protocol "
                 f"{message.proto_major}, this engine {PROTO_MAJOR}"
@@ -311,7 +298,7 @@ class Session:
         assert self.welcome is not None
         restarted = self._boot_id is not None and self._boot_id != self.welcome.boot_id
         self._boot_id = self.welcome.boot_id
-        self._backoff_s = BACKOFF_MIN_S
+        self._knocks.succeeded()
         self._told = self.last_error = None
         self._ignored_by = None
         self.phase = Phase.UP
@@ -322,11 +309,6 @@ class Session:
 
     # --- watching ------------------------------------------------------------------------------
 
-    def _forget_silence(self, now: float) -> None:
-        self._heard_at = now
-        self._pinging = False
-        self._silent_s = 0.0
-
     def _watch(self, now: float, gap: float) -> None:
         """Everything that had come was read: what is missing now is really missing."""
         match self.phase:
@@ -336,7 +318,7 @@ class Session:
                     why = f"it does not answer for {self._connect_timeout_s:g} s"
                     self._leave(now, Code.DAEMON_GONE, f"the daemon at {self._path}: {why}")
                     # So long a wait needs no pause after it.
-                    self._retry_at = now
+                    self._knocks.at_once(now)
             case Phase.REGISTERING:
                 # It reads nothing while it maps the memory, so a Ping would prove nothing.
                 self._waited_s += gap if self._registered else 0.0
@@ -344,8 +326,10 @@ class Session:
                     why = "it does not finish mapping the engine's memory"
                     self._leave(now, Code.DEADLINE, f"the daemon at {self._path}: {why}")
             case Phase.UP:
-                self._ping(now, gap)
-                if self._silent_s >= self._hang_s:
+                if self._silence.passes(now, gap) and self._wire is not None:
+                    ping = local.Ping(seq=self._count("pings"))
+                    self._wire.outbox.push([encode(ping)], urgent=True)
+                if self._silence.seconds >= self._hang_s:
                     why = f"it is silent for {self._hang_s:g} s"
                     self._leave(
                         now, Code.DAEMON_GONE, f"the daemon at {self._path}: {why}", kill=True
@@ -357,15 +341,8 @@ class Session:
             case Phase.DOWN:
                 pass
 
-    def _ping(self, now: float, gap: float) -> None:
-        if self._pinging:
-            self._silent_s += gap
-        elif now - self._heard_at >= self._ping_every_s and self._wire is not None:
-            self._pinging = True
-            self._wire.outbox.push([encode(local.Ping(seq=self._count("pings")))], urgent=True)
-
     def _watch_work(self, now: float) -> None:
-        if self._silent_s >= self._ping_every_s and self._wire is not None:
+        if self._silence.seconds >= self._silence.ask_after_s and self._wire is not None:
             # The daemon keeps the leases, but it does not keep this one now.
             for transfer_id, generation in self._tracker.expire_offers(now):
                 self._wire.outbox.push([encode(local.Revoke(transfer_id, generation))], urgent=True)
@@ -460,7 +437,7 @@ class Session:
         if now - self._connected_at >= KNOCK_S:
             # It died, rather than sent us away. An engine that idled sees this late: the next
             # daemon may be there already.
-            self._retry_at = now
+            self._knocks.at_once(now)
 
     def _gone(self, now: float) -> None:
         if self._wire is not None:
@@ -468,7 +445,7 @@ class Session:
             self._wire = None
         self.phase = Phase.DOWN
         self.draining = False
-        self._schedule_retry(now)
+        self._knocks.later(now)
 
     def drop(self) -> None:
         """Closes the socket whatever is outstanding; the engine is going away."""

@@ -15,7 +15,7 @@ import msgspec
 from connector_shim.client import Client
 from connector_shim.events import Event
 from connector_shim.memory import shared_blocks
-from connector_shim.session import BACKOFF_MAX_S
+from connector_shim.patience import BACKOFF_MAX_S
 from kvd.protocol import local
 from kvd.protocol.types import PeerAddr, Stages
 

@@ -16,7 +16,7 @@ import pytest
 from connector_shim.client import Client
 from connector_shim.errors import ClientError
 from connector_shim.events import Down, Up
-from connector_shim.session import BACKOFF_MAX_S, KNOCK_S
+from connector_shim.patience import BACKOFF_MAX_S, KNOCK_S
 from kvd.protocol.codes import Code
 from tests.unit.client.fake import (
     FakeClock,

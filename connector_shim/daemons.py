@@ -37,6 +37,8 @@ class DaemonStates:
         self._waits: dict[str, tuple[int, float]] = {}
         """Of each request that was told to wait: updates until then, and when it was first told."""
         self._pending_since: float | None = None
+        self._pending_pids: tuple[int, ...] = ()
+        """Whom that is about: another process has its own time to get ready."""
 
     def update(self, states: Mapping[RankId, RankState]) -> None:
         """News from the workers; ranks that are not named keep their state."""
@@ -44,10 +46,12 @@ class DaemonStates:
         self._exits.follow(states)
         self._heard = self._clock()
         self._updates += 1
+        pids = tuple(state.pid for _, state in sorted(self._states.items()) if not state.up)
         if self.problem() is None or not self._pending():
             self._pending_since = None
-        elif self._pending_since is None:
+        elif self._pending_since is None or pids != self._pending_pids:
             self._pending_since = self._heard
+        self._pending_pids = pids
 
     def problem(self) -> str | None:
         """Why not all ranks' daemons are up, None when they are."""

@@ -164,7 +164,8 @@ class StepJobs:
 class RankState:
     """One rank's daemon as its worker sees it. `phase`: "up", "pending" (on its way) or "down".
 
-    `pid`: the process of a daemon that is up, 0 where it cannot be seen; as counted in `pid_space`.
+    `pid`: the process of a daemon that is not down, 0 where it cannot be seen; as counted in
+    `pid_space`.
     """
 
     phase: str

@@ -259,7 +259,8 @@ class WorkerHalf:
                     pid_space=pid_space(),
                 )
             case "connecting" | "registering":
-                return RankState("pending", detail="the daemon is registering this engine")
+                detail = "the daemon is registering this engine"
+                return RankState("pending", detail=detail, pid=client.daemon_pid)
             case "draining":
                 return RankState("down", detail="the daemon is draining")
             case _:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.vllm.engine import Engine
+from tests.vllm.kv_requests import MakeEngine
 from tests.vllm.models import write_tiny_llama
-from tests.vllm.requests import MakeEngine
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from connector_shim.connector import TransferResults
 from kvd.protocol.codes import Code
 from kvd.protocol.types import NULL_BLOCK
 from tests.unit.shim.fakes import remote_params
-from tests.vllm.requests import PROMPT, MakeEngine, fetch_of, prefill
+from tests.vllm.kv_requests import PROMPT, MakeEngine, fetch_of, prefill
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -16,7 +16,7 @@ from kvd.protocol.codes import Code
 from kvd.protocol.types import PeerAddr
 from tests.unit.shim.fakes import Clock, remote_params
 from tests.vllm.engine import BLOCK
-from tests.vllm.requests import PROMPT, MakeEngine, fetch_of
+from tests.vllm.kv_requests import PROMPT, MakeEngine, fetch_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -6,7 +6,7 @@ import pytest
 
 from connector_shim.jobs import RankState
 from kvd.protocol.codes import Code
-from tests.vllm.requests import PROMPT, MakeEngine, fetch_of, prefill
+from tests.vllm.kv_requests import PROMPT, MakeEngine, fetch_of, prefill
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 from kvd.protocol.codes import Code
 from kvd.protocol.types import PeerAddr
 from tests.vllm.engine import Engine
-from tests.vllm.requests import MakeEngine
+from tests.vllm.kv_requests import MakeEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from connector_shim.daemons import DaemonStates
@@ -78,6 +80,22 @@ def test_a_daemon_that_is_registering_is_waited_for_but_not_for_ever(
         clock.now += 0.1
         daemons.update({(0, 0): PENDING})
     assert daemons.ask("b") == "down", "it has been on its way for too long"
+
+
+def test_the_next_daemon_is_waited_for_although_the_last_one_was_in_vain(
+    daemons: DaemonStates, clock: Clock
+) -> None:
+    """One that was stopped, say, and listened without ever answering."""
+    hung, new = replace(PENDING, pid=7), replace(PENDING, pid=8)
+    for _ in range(30):
+        daemons.update({(0, 0): hung})
+        clock.now += 0.1
+    assert daemons.ask("before") == "down"
+    daemons.forget("before")
+    daemons.update({(0, 0): new})
+    assert daemons.ask("after") == "wait"
+    daemons.update({(0, 0): UP})
+    assert daemons.ask("after") == "up"
 
 
 def test_all_ranks_must_be_up(clock: Clock) -> None:

@@ -385,7 +385,7 @@ def test_a_check_that_breaks_is_itself_a_finding(clean: Clean) -> None:
 
 @pytest.fixture
 def router() -> Iterator[Callable[[bytes], PeerAddr]]:
-    """A peer that answers any hello with the given bytes, once."""
+    """A peer that answers any hello with the given bytes."""
     context, done = zmq.Context(), threading.Event()
     threads: list[threading.Thread] = []
 
@@ -396,9 +396,9 @@ def router() -> Iterator[Callable[[bytes], PeerAddr]]:
 
         def serve() -> None:
             with sock:
-                if sock.poll(10_000):
-                    sock.send_multipart([sock.recv_multipart()[0], answer])
-                done.wait(30)
+                while not done.is_set():
+                    if sock.poll(20):
+                        sock.send_multipart([sock.recv_multipart()[0], answer])
 
         threads.append(threading.Thread(target=serve))
         threads[-1].start()

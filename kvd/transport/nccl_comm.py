@@ -138,8 +138,35 @@ class Comm:
 
     def recv(self, address: int, nbytes: int, posted: Callable[[], None]) -> asyncio.Future[None]:
         """Done when the bytes are there. `posted` is called, on the loop, once NCCL has taken the
-        request; receives are made in the order of the calls, and told of in that order."""
-        return self._post(self._lib.recv, address, nbytes, posted)
+        request; receives are made in the order of the calls, and told of in that order.
+
+        What NCCL gives up passes on the stream as if it had been done. So the stream's word counts
+        only if NCCL, asked after it, knows of nothing wrong and was not told to end.
+        """
+        comm = self._comm
+        there: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def confirm() -> None:
+            if self._ending is not None:
+                raise NcclError("the communicator was ended meanwhile")
+            self._lib.busy(comm)
+
+        def settle(last: asyncio.Future[None]) -> None:
+            error = last.exception()
+            if error is None:
+                there.set_result(None)
+            else:
+                there.set_exception(error)
+                there.exception()  # nobody may be waiting any more
+
+        def passed(received: asyncio.Future[None]) -> None:
+            if received.exception() is None:
+                self._thread.call(confirm).add_done_callback(settle)
+            else:
+                settle(received)
+
+        self._post(self._lib.recv, address, nbytes, posted).add_done_callback(passed)
+        return there
 
     def _post(
         self,

@@ -241,6 +241,8 @@ class Link:
             error = TransportError(exc.code, f"nccl: {what}: {exc.detail}")
             self.fail(error)
             raise error from None
+        # Of a communicator that is being ended, operations end that were never done.
+        self._check()
         return True
 
     # --- the end --------------------------------------------------------------------------------

@@ -359,6 +359,30 @@ IDS = (
 
 MANIFEST = (
     Mutant(
+        "nccl: a receive that was given up is one",
+        5,
+        (
+            Hunk(
+                "kvd/transport/nccl_comm.py",
+                "                self._thread.call(confirm).add_done_callback(settle)\n",
+                "                settle(received)\n",
+            ),
+        ),
+        "tests/cuda/test_nccl_link.py::test_a_receive_that_nccl_gave_up_is_no_receive",
+    ),
+    Mutant(
+        "nccl: what ended with the communicator counts",
+        5,
+        (
+            Hunk(
+                "kvd/transport/nccl_link.py",
+                "        self._check()\n        return True\n",
+                "        return True\n",
+            ),
+        ),
+        "tests/cuda/test_nccl_link.py::test_what_ends_with_the_communicator_was_not_received",
+    ),
+    Mutant(
         "core: one layer of a block is enough",
         5,
         (

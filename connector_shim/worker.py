@@ -152,7 +152,7 @@ class WorkerHalf:
         self._keeper = keeper
         self._num_tables = memory.num_groups
         self._streaming.start(client, memory)
-        if any(segment.device != "cpu" for segment in memory.segments):
+        if memory.on_gpu:
             self._gate.start(cuda_mark)
         client.describe(memory)
         settings = self.settings

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvd.core.config import CoreConfig
-from kvd.protocol import peer
+from kvd.protocol import local, peer
 from tests.unit.core.engine import BLOCK, NBYTES, Engine
+from tests.unit.core.world import World
 
 SMALL = CoreConfig(min_job_bytes=NBYTES, max_job_bytes=3 * NBYTES)
 """One block of the three layers a job, so that a fetch takes several."""
@@ -25,3 +26,17 @@ def streamed(producer: Engine, transfer: str, tokens: int, generation: int = 1) 
     producer.give_blocks(transfer, generation, blocks)
     producer.give_digests(transfer, generation, [*range(BLOCK, tokens, BLOCK), tokens])
     return blocks
+
+
+def pulling(world: World, producer: Engine) -> tuple[Engine, list[list[int]]]:
+    """A consumer of a streamed offer, with a job in flight for each of three blocks; and those.
+
+    No job is answered until the test does it."""
+    world.auto_pull = False
+    consumer = world.node("d", SMALL).engine("D")
+    source = streamed(producer, "T", 48)
+    producer.compute("T", 1, source)
+    producer.say(local.Extend("T", 1, 48))
+    blocks = consumer.fetch("f", "T", producer, end=48)
+    world.settle()
+    return consumer, blocks

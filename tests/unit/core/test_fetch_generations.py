@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvd.protocol import local
 from tests.unit.core.engine import Engine
-from tests.unit.core.fetching import SMALL, closes, streamed
+from tests.unit.core.fetching import SMALL, closes, pulling, streamed
 from tests.unit.core.world import World
 
 
@@ -38,13 +38,8 @@ def test_nothing_of_a_generation_that_is_gone_counts(
 
 def test_a_new_grant_waits_for_the_jobs_of_the_old(world: World, producer: Engine) -> None:
     """A late byte of the old generation would land on the new one."""
-    world.auto_pull = world.auto_stop = False
-    consumer = world.node("d", SMALL).engine("D")
-    source = streamed(producer, "T", 48)
-    producer.compute("T", 1, source)
-    producer.say(local.Extend("T", 1, 48))
-    blocks = consumer.fetch("f", "T", producer, end=48)
-    world.settle()
+    world.auto_stop = False
+    consumer, blocks = pulling(world, producer)
     old = sorted(consumer.node.pulls)
     assert len(old) == 3
     producer.offer("T", 2, tokens=48, slot=2)
@@ -64,13 +59,8 @@ def test_a_new_grant_waits_for_the_jobs_of_the_old(world: World, producer: Engin
 def test_a_late_success_of_the_old_generation_is_none_of_the_new(
     world: World, producer: Engine
 ) -> None:
-    world.auto_pull = world.auto_stop = False
-    consumer = world.node("d", SMALL).engine("D")
-    source = streamed(producer, "T", 48)
-    producer.compute("T", 1, source)
-    producer.say(local.Extend("T", 1, 48))
-    blocks = consumer.fetch("f", "T", producer, end=48)
-    world.settle()
+    world.auto_stop = False
+    consumer, blocks = pulling(world, producer)
     first, second, third = sorted(consumer.node.pulls)
     answers = [world.answer_later(consumer.node, job) for job in (first, second)]
     producer.offer("T", 2, tokens=48, slot=2)
@@ -87,13 +77,7 @@ def test_a_late_success_of_the_old_generation_is_none_of_the_new(
 
 
 def test_a_dead_word_waits_for_the_reason(world: World, producer: Engine) -> None:
-    world.auto_pull = False
-    consumer = world.node("d", SMALL).engine("D")
-    source = streamed(producer, "T", 48)
-    producer.compute("T", 1, source)
-    producer.say(local.Extend("T", 1, 48))
-    blocks = consumer.fetch("f", "T", producer, end=48)
-    world.settle()
+    consumer, blocks = pulling(world, producer)
     producer.fence[1] = 0
     world.finish_pull(consumer.node, min(consumer.node.pulls))
     world.settle()

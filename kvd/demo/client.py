@@ -35,11 +35,17 @@ Metrics = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 class Client:
-    """One connection pool for everything that the demo asks."""
+    """Everything that the demo asks, each time over a connection of its own.
+
+    A server may close one that is kept in the very moment in which it is used again, which would
+    look like a failed request.
+    """
 
     def __init__(self) -> None:
         self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=REQUEST_S), trust_env=False
+            connector=aiohttp.TCPConnector(force_close=True),
+            timeout=aiohttp.ClientTimeout(total=REQUEST_S),
+            trust_env=False,
         )
 
     async def aclose(self) -> None:

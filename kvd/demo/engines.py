@@ -16,9 +16,12 @@ MODEL = "demo"
 BLOCK_SIZE = 32
 CHUNK = 128
 STREAM_CHUNK = 64
-"""Where KV moves while prefill computes there should be several steps to see it in."""
-KV_BYTES = 32 * 2**20
-MAX_MODEL_LEN = 1024
+STREAM_LONG = 512
+"""Where KV moves while prefill computes, long prompts take many small steps: on a small machine the
+two engines hear of a request up to 0.1 s apart, as long as this model takes for ten steps.
+"""
+KV_BYTES = 64 * 2**20
+MAX_MODEL_LEN = 2048
 
 Policy = Literal["recompute", "fail"]
 

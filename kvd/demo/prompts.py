@@ -59,7 +59,7 @@ class Prompt:
 
 
 def prompts(block_size: int, chunk: int) -> list[Prompt]:
-    """The rows. `block_size` and `chunk` (tokens of one prefill step) are in tokens."""
+    """The rows. `block_size` and `chunk` are in tokens; the long rows are some chunks long."""
     long = 3 * chunk + block_size + block_size // 2
     shared = long // block_size // 2 * block_size
     repeated = 2 * chunk + block_size // 4
@@ -84,8 +84,8 @@ def prompts(block_size: int, chunk: int) -> list[Prompt]:
         ),
         Prompt("two answers (n=2)", _text("two answers", 4 * block_size + 9), hits=None, n=2),
     ]
-    for i, blocks in enumerate((2, 4, 6, 9)):
-        text = _text(f"{i} of 4", blocks * block_size + 3 * i)
+    for i, quarters in enumerate((2, 4, 6, 9)):
+        text = _text(f"{i} of 4", quarters * chunk // 4 + 3 * i)
         rows.append(Prompt(f"four at once: {i + 1}", text, together=0))
     return rows
 

@@ -10,7 +10,15 @@ from typing import Any
 
 from kvd.demo.client import Answer, DemoError, until
 from kvd.demo.daemons import DaemonCounts, daemon_counts
-from kvd.demo.engines import BLOCK_SIZE, CHUNK, MODEL, block_nbytes, engine_counts
+from kvd.demo.engines import (
+    BLOCK_SIZE,
+    CHUNK,
+    MODEL,
+    STREAM_CHUNK,
+    STREAM_LONG,
+    block_nbytes,
+    engine_counts,
+)
 from kvd.demo.prompts import Prompt, prompts
 from kvd.demo.results import Control, Results, Row
 from kvd.demo.stack import Stack
@@ -37,7 +45,7 @@ class Seen:
 async def measure(stack: Stack) -> Results:
     """Run all three phases on a stack that is up. Raises DemoError."""
     say = stack.narrator.say
-    asked = prompts(BLOCK_SIZE, CHUNK)
+    asked = prompts(BLOCK_SIZE, STREAM_LONG if stack.mode == "stream" else CHUNK)
     say("")
     say(f"[bold]1.[/] One engine alone answers {len(asked)} prompts.")
     alone, alone_hits = await _alone(stack, asked)
@@ -62,7 +70,7 @@ async def measure(stack: Stack) -> Results:
         served_bytes=served,
         alone_hits=alone_hits,
         transports_used=used,
-        stream_chunk=CHUNK if stack.mode == "stream" else None,
+        stream_chunk=STREAM_CHUNK if stack.mode == "stream" else None,
     )
 
 

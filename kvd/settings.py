@@ -319,6 +319,9 @@ class Settings(GpuSettings):
     max_job_bytes: int = _core(
         "max_job_bytes", "larger copies are cut at this", unit="bytes", ge=4096, le=2**40
     )
+    max_shm_job_bytes: int = _core(
+        "max_shm_job_bytes", "the same over shm", unit="bytes", ge=4096, le=2**40
+    )
     max_jobs: int = _core("max_jobs", "copies that may run at once", ge=1, le=1024)
     max_jobs_per_fetch: int = _core(
         "max_jobs_per_fetch", "of them, those of one fetch", ge=1, le=1024
@@ -433,14 +436,13 @@ class Settings(GpuSettings):
             )
         for small, large in (
             ("min_job_bytes", "max_job_bytes"),
+            ("min_job_bytes", "max_shm_job_bytes"),
             ("max_jobs_per_fetch", "max_jobs"),
             ("max_jobs_per_attachment", "max_jobs"),
         ):
-            if getattr(self, small) > getattr(self, large):
-                raise ValueError(
-                    f"{small}: must not be above {large} ({getattr(self, large)}), "
-                    f"got {getattr(self, small)}"
-                )
+            value, limit = getattr(self, small), getattr(self, large)
+            if value > limit:
+                raise ValueError(f"{small}: must not be above {large} ({limit}), got {value}")
         return self
 
     # --- the same, as their users need them
@@ -492,4 +494,7 @@ class Settings(GpuSettings):
     def core(self) -> CoreConfig:
         """The part of the settings that the core lives by."""
         names = {f.name for f in fields(CoreConfig)} - {"transports"}
-        return CoreConfig(transports=self.transports, **{n: getattr(self, n) for n in names})
+        values = {name: getattr(self, name) for name in names}
+        if self.verify == "crc":  # a job's checksums are one thread's work
+            values["max_shm_job_bytes"] = min(self.max_shm_job_bytes, self.max_job_bytes)
+        return CoreConfig(transports=self.transports, **values)

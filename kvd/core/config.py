@@ -35,6 +35,9 @@ class CoreConfig:
 
     min_job_bytes: int = 4 * 2**20
     max_job_bytes: int = 32 * 2**20
+    max_shm_job_bytes: int = 512 * 2**20
+    """Copy threads take turns within a job over shm, so that a large one holds nobody up, and each
+    job costs the event loop time that it takes from them."""
     max_jobs: int = 8
     """Copy jobs in flight in this daemon, shared fairly between fetches. An attachment that has
     none in flight may always start one more, so that stuck peers never use up all of them."""

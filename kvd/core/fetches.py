@@ -191,11 +191,6 @@ class Fetches:
         self.ctx.deadlines.clear(("fetch", fetch.id))
         self.ctx.deadlines.clear(("fence", fetch.id))
         self.told.put((session.id, fetch.id), True, self.ctx.now)
-        if one is not None:
-            if fetch.asked:
-                close = peer.FetchClose(fetch.id, str(code), fetch.received)
-                self.peers.send(one.peer, one.boot_id, close)
-            self.attachments.leave(fetch, one)
         stages = Stages.since(
             fetch.asked_at,
             granted=fetch.granted_at,
@@ -220,6 +215,12 @@ class Fetches:
                 stages=stages,
             ),
         )
+        # After our engine's news, which waits for less: a socket's threads need a turn for this.
+        if one is not None:
+            if fetch.asked:
+                close = peer.FetchClose(fetch.id, str(code), fetch.received)
+                self.peers.send(one.peer, one.boot_id, close)
+            self.attachments.leave(fetch, one)
         self.ctx.record(
             "fetch_done",
             code=str(code),

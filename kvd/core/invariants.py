@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvd.core.attachment import AttachState
 from kvd.core.fetch import FetchState
 from kvd.core.grant import RequestState
+from kvd.core.jobs import job_limit
 from kvd.core.offers import OfferState
 
 if TYPE_CHECKING:
@@ -194,7 +195,8 @@ def _check_jobs(core: Core) -> None:
     assert not by_fetch + by_attachment, "a job of nobody"
     assert not by_session, "a job of no session"
     for job in core.jobs.running.values():
-        assert job.plan.nbytes <= core.config.max_job_bytes or len(job.plan.parts) == 1
+        limit = job_limit(core.config, job.attachment)
+        assert job.plan.nbytes <= limit or len(job.plan.parts) == 1
 
 
 def _check_bounds(core: Core) -> None:

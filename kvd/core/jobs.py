@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvd.core.config import CoreConfig
 from kvd.core.context import Context
 from kvd.core.instructions import StartPull
 from kvd.core.manifest import Plan
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from kvd.core.attachment import Attachment
     from kvd.core.fetch import Fetch
 
+SHM = "shm"
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -25,6 +28,11 @@ class Job:
     fetch: Fetch
     attachment: Attachment
     plan: Plan
+
+
+def job_limit(config: CoreConfig, one: Attachment) -> int:
+    """Most bytes of one of its jobs, where that is more than one block of one layer."""
+    return config.max_shm_job_bytes if one.transport == SHM else config.max_job_bytes
 
 
 class Jobs:
@@ -79,10 +87,11 @@ class Jobs:
     def _start(self, fetch: Fetch, one: Attachment) -> bool:
         manifest, config = fetch.manifest, self._ctx.config
         assert manifest is not None
-        slots = config.max_jobs_per_fetch - fetch.jobs
+        limit = job_limit(config, one)
+        # Over shm all copy threads work on one job; other transports want several at once.
+        slots = 1 if one.transport == SHM else config.max_jobs_per_fetch - fetch.jobs
         share = -(-manifest.pending_nbytes // slots)
-        budget = max(1, min(max(share, config.min_job_bytes), config.max_job_bytes))
-        plan = manifest.plan(budget, config.max_job_bytes)
+        plan = manifest.plan(max(1, min(max(share, config.min_job_bytes), limit)), limit)
         if plan is None:
             return False
         job = Job(self._ctx.number(), fetch, one, plan)

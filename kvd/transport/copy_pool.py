@@ -16,7 +16,7 @@ class Work(Protocol):
     """Something that is done in batches by several threads at once."""
 
     owner: int
-    """Works of one owner are done in order; owners take turns."""
+    """Owners take turns, and so do the works of one owner."""
 
     def next_batch(self) -> Batch | None:
         """The next part, or None when no more is to be done. Called under the pool's lock, and
@@ -112,7 +112,9 @@ class CopyPool:
     def _take(self) -> tuple[Work, Batch | None]:
         owner = self._turns[0]
         self._turns.rotate(-1)
-        work = self._queues[owner][0]
+        queue = self._queues[owner]
+        work = queue[0]
+        queue.rotate(-1)
         batch = work.next_batch()
         if batch is None:
             self._spend(work)

@@ -19,9 +19,10 @@ from kvd.transport.jobs import CheckedPiece, Outcome, check_job, check_mapped
 CALL_BYTES = 4 * 2**20
 """Most bytes of one numpy call: how long a stop, or the engine's death, may have to wait."""
 
-MIN_BATCH_BYTES = 4 * 2**20
+MIN_BATCH_BYTES = 2 * 2**20
 MAX_BATCH_BYTES = 16 * 2**20
-"""Bytes that a thread takes at a time, within which a job is spread evenly over the threads."""
+"""Bytes that a thread takes at a time: half of its share of what is left, within these, so that
+all threads come to the end of a job together."""
 
 _owners = itertools.count(1)
 
@@ -110,8 +111,8 @@ class _Job:
         self._failure: TransportError | None = None
         self._checked = pieces if puller.checked else []
         self._pieces = [(puller.runs(piece), id_runs(piece.src, piece.dst)) for piece in pieces]
-        share = -(-job.nbytes // puller.num_threads)
-        self._batch_bytes = min(max(share, MIN_BATCH_BYTES), MAX_BATCH_BYTES)
+        self._left = job.nbytes
+        self._shares = 2 * puller.num_threads
         self._begun = False
         self._views: list[list[tuple[Bytes, Bytes]]] = []
         self._calls: Iterator[tuple[int, Call]] = iter(())
@@ -134,11 +135,13 @@ class _Job:
                 return None
             batch: list[tuple[int, Call]] = []
             nbytes = 0
+            size = min(max(self._left // self._shares, MIN_BATCH_BYTES), MAX_BATCH_BYTES)
             for piece, call in self._calls:
                 batch.append((piece, call))
                 nbytes += call.nbytes
-                if nbytes >= self._batch_bytes:
+                if nbytes >= size:
                     break
+            self._left -= nbytes
         except Exception as exc:
             self._fail(exc)
             return None

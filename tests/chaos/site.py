@@ -44,6 +44,7 @@ SETTINGS: dict[str, Any] = {
     "early_release_ttl_s": 5.0,
     "min_job_bytes": 256 * 1024,
     "max_job_bytes": 2 * 2**20,
+    "max_shm_job_bytes": 2 * 2**20,
 }
 DAEMONS = ("pk", "ps", "dk", "ds")
 KILLABLE = ("pk", "dk")

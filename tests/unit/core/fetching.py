@@ -7,7 +7,7 @@ from kvd.protocol import local, peer
 from tests.unit.core.engine import BLOCK, NBYTES, Engine
 from tests.unit.core.world import World
 
-SMALL = CoreConfig(min_job_bytes=NBYTES, max_job_bytes=3 * NBYTES)
+SMALL = CoreConfig(min_job_bytes=NBYTES, max_job_bytes=3 * NBYTES, max_shm_job_bytes=3 * NBYTES)
 """One block of the three layers a job, so that a fetch takes several."""
 
 

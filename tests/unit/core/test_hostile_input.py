@@ -25,6 +25,7 @@ CONFIG = CoreConfig(
     max_blocks=64,
     min_job_bytes=NBYTES,
     max_job_bytes=2 * NBYTES,
+    max_shm_job_bytes=2 * NBYTES,
     max_jobs=2,
     max_attachments=3,
     max_notifies=2,

@@ -45,7 +45,22 @@ def test_a_fetch_is_cut_into_jobs(
     rows: int, at_least: int, at_most: int, expected: list[int]
 ) -> None:
     world = World()
-    config = CoreConfig(min_job_bytes=at_least * ROW, max_job_bytes=at_most * ROW)
+    config = CoreConfig(
+        transports=("tcp",), min_job_bytes=at_least * ROW, max_job_bytes=at_most * ROW
+    )
+    producer, consumer = engines(world, config)
+    producer.offer("T", tokens=rows * BLOCK)
+    consumer.fetch("f", "T", producer, end=rows * BLOCK)
+    world.settle()
+    assert [nbytes / ROW for nbytes in sizes(consumer.node)] == expected
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(40, [40]), (50, [50]), (120, [50, 50, 20])])
+def test_a_fetch_over_shm_is_one_job_while_that_is_not_too_large(
+    rows: int, expected: list[int]
+) -> None:
+    world = World()
+    config = CoreConfig(min_job_bytes=ROW, max_job_bytes=4 * ROW, max_shm_job_bytes=50 * ROW)
     producer, consumer = engines(world, config)
     producer.offer("T", tokens=rows * BLOCK)
     consumer.fetch("f", "T", producer, end=rows * BLOCK)
@@ -58,7 +73,9 @@ def test_a_fetch_is_cut_into_jobs(
 
 def test_a_block_that_is_too_big_is_cut_by_layers() -> None:
     world = World()
-    producer, consumer = engines(world, CoreConfig(min_job_bytes=1, max_job_bytes=2 * NBYTES))
+    producer, consumer = engines(
+        world, CoreConfig(min_job_bytes=1, max_job_bytes=2 * NBYTES, max_shm_job_bytes=2 * NBYTES)
+    )
     producer.offer("T", tokens=2 * BLOCK)
     consumer.fetch("f", "T", producer, end=2 * BLOCK)
     world.settle()
@@ -71,7 +88,9 @@ def test_a_block_that_is_too_big_is_cut_by_layers() -> None:
 
 def test_a_block_of_one_layer_is_the_least() -> None:
     world = World()
-    producer, consumer = engines(world, CoreConfig(min_job_bytes=1, max_job_bytes=1))
+    producer, consumer = engines(
+        world, CoreConfig(min_job_bytes=1, max_job_bytes=1, max_shm_job_bytes=1)
+    )
     producer.offer("T", tokens=BLOCK)
     consumer.fetch("f", "T", producer, end=BLOCK)
     world.settle()
@@ -80,7 +99,7 @@ def test_a_block_of_one_layer_is_the_least() -> None:
 
 def test_every_byte_is_copied_once() -> None:
     world = World()
-    config = CoreConfig(min_job_bytes=2 * ROW, max_job_bytes=5 * ROW)
+    config = CoreConfig(min_job_bytes=2 * ROW, max_job_bytes=5 * ROW, max_shm_job_bytes=5 * ROW)
     producer, consumer = engines(world, config)
     producer.offer("T", tokens=100 * BLOCK)
     consumer.fetch("f", "T", producer, end=100 * BLOCK)
@@ -98,7 +117,7 @@ def test_every_byte_is_copied_once() -> None:
 
 def test_one_big_fetch_starves_no_small_one() -> None:
     world = World()
-    config = CoreConfig(min_job_bytes=ROW, max_job_bytes=ROW)
+    config = CoreConfig(min_job_bytes=ROW, max_job_bytes=ROW, max_shm_job_bytes=ROW)
     producer, consumer = engines(world, config)
     producer.offer("big", tokens=200 * BLOCK)
     producer.offer("small", tokens=2 * BLOCK, slot=1)
@@ -121,6 +140,7 @@ def test_fetches_take_turns() -> None:
     config = CoreConfig(
         min_job_bytes=ROW,
         max_job_bytes=ROW,
+        max_shm_job_bytes=ROW,
         max_jobs_per_fetch=1,
         max_jobs_per_attachment=1,
     )
@@ -141,7 +161,7 @@ def test_fetches_take_turns() -> None:
 def test_stuck_peers_leave_room_for_others() -> None:
     world = World()
     world.auto_pull = False
-    config = CoreConfig(min_job_bytes=ROW, max_job_bytes=ROW, max_jobs=8)
+    config = CoreConfig(min_job_bytes=ROW, max_job_bytes=ROW, max_shm_job_bytes=ROW, max_jobs=8)
     consumer = world.node("d", config).engine("D", num_blocks=512)
     stuck = [world.node(f"p{i}").engine(f"P{i}") for i in range(4)]
     for i, producer in enumerate(stuck):
@@ -163,7 +183,13 @@ def test_stuck_peers_leave_room_for_others() -> None:
 
 def test_limits_hold_for_many_fetches() -> None:
     world = World()
-    config = CoreConfig(min_job_bytes=ROW, max_job_bytes=ROW, max_jobs=6, max_jobs_per_attachment=5)
+    config = CoreConfig(
+        min_job_bytes=ROW,
+        max_job_bytes=ROW,
+        max_shm_job_bytes=ROW,
+        max_jobs=6,
+        max_jobs_per_attachment=5,
+    )
     producer, consumer = engines(world, config)
     for i in range(10):
         producer.offer(f"T{i}", tokens=8 * BLOCK, slot=i)
@@ -181,8 +207,9 @@ def test_a_large_model_is_planned_without_a_walk_over_blocks_and_layers() -> Non
     world = World()
     world.auto_pull = False
     groups = (0,) * 80
-    producer = world.node("p").engine("P", groups=groups, num_blocks=8192)
-    consumer = world.node("d").engine("D", groups=groups, num_blocks=8192)
+    config = CoreConfig(transports=("tcp",))
+    producer = world.node("p", config).engine("P", groups=groups, num_blocks=8192)
+    consumer = world.node("d", config).engine("D", groups=groups, num_blocks=8192)
     tokens = 8192 * BLOCK
     ids = list(range(8192))
     producer.open_offer("T")

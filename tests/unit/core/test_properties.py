@@ -35,6 +35,7 @@ NUM_BLOCKS = 24
 CONFIG = CoreConfig(
     min_job_bytes=NBYTES,
     max_job_bytes=3 * NBYTES,
+    max_shm_job_bytes=3 * NBYTES,
     max_jobs=4,
     max_jobs_per_fetch=3,
     max_jobs_per_attachment=3,

@@ -251,10 +251,16 @@ def test_the_core_has_all_its_settings_here_with_the_same_defaults() -> None:
         "release_linger_s": 3.5,
         "max_offers": 7,
         "max_job_bytes": 2**26,
+        "max_shm_job_bytes": 2**27,
         "max_jobs": 9,
     }
     core = dataclasses.asdict(load(changed, None, {}).core())
     assert {name: core[name] for name in changed} == changed
+
+
+def test_a_job_that_is_checked_by_one_thread_is_no_larger_over_shm() -> None:
+    core = load({"verify": "crc", "max_job_bytes": 2**23}, None, {}).core()
+    assert (core.max_job_bytes, core.max_shm_job_bytes) == (2**23, 2**23)
 
 
 def test_settings_are_frozen() -> None:

@@ -215,7 +215,7 @@ class Fetches:
                 stages=stages,
             ),
         )
-        # After our engine's news, which waits for less: a socket's threads need a turn for this.
+        # After the news for our engine, which waits for it: to send to a peer can take 2 ms.
         if one is not None:
             if fetch.asked:
                 close = peer.FetchClose(fetch.id, str(code), fetch.received)

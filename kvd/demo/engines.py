@@ -18,8 +18,7 @@ CHUNK = 128
 STREAM_CHUNK = 64
 STREAM_LONG = 512
 """Where KV moves while prefill computes, long prompts take many small steps: on a small machine the
-two engines hear of a request up to 0.1 s apart, as long as this model takes for ten steps.
-"""
+two engines hear of a request up to 0.1 s apart, while this model takes 0.02 s for a step."""
 KV_BYTES = 64 * 2**20
 MAX_MODEL_LEN = 2048
 

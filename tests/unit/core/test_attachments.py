@@ -9,6 +9,7 @@ from kvd.core import instructions as ins
 from kvd.core.config import CoreConfig
 from kvd.protocol import local, peer
 from tests.unit.core.engine import NBYTES, Engine, layouts
+from tests.unit.core.fetching import SMALL
 from tests.unit.core.world import World
 
 
@@ -218,10 +219,7 @@ def test_attaching_has_a_deadline(world: World, producer: Engine, consumer: Engi
 @pytest.mark.parametrize("how", ["peer", "restart", "transport", "engine"])
 def test_a_break_in_the_middle(world: World, producer: Engine, how: str) -> None:
     world.auto_pull = world.auto_stop = False
-    config = CoreConfig(
-        min_job_bytes=NBYTES, max_job_bytes=3 * NBYTES, max_shm_job_bytes=3 * NBYTES
-    )
-    consumer = world.node("d", config).engine("D")
+    consumer = world.node("d", SMALL).engine("D")
     node = consumer.node
     producer.offer("T", tokens=48)
     consumer.fetch("f", "T", producer, end=48)
@@ -388,10 +386,7 @@ def test_each_opening_has_one_closing(world: World, producer: Engine, consumer: 
 def draining(world: World, producer: Engine) -> tuple[Engine, list[int]]:
     """A fetch of three blocks of which one has arrived, whose peer has restarted meanwhile."""
     world.auto_pull = world.auto_stop = False
-    config = CoreConfig(
-        min_job_bytes=NBYTES, max_job_bytes=3 * NBYTES, max_shm_job_bytes=3 * NBYTES
-    )
-    consumer = world.node("d", config).engine("D")
+    consumer = world.node("d", SMALL).engine("D")
     producer.offer("T", tokens=48)
     consumer.fetch("f", "T", producer, end=48)
     world.settle()

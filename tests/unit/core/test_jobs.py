@@ -202,12 +202,15 @@ def test_limits_hold_for_many_fetches() -> None:
     assert [m.code for m in consumer.took(local.FetchDone)] == ["ok"] * 10
 
 
-def test_a_large_model_is_planned_without_a_walk_over_blocks_and_layers() -> None:
+@pytest.mark.parametrize(("transport", "jobs"), [("tcp", 20), ("shm", 2)])
+def test_a_large_model_is_planned_without_a_walk_over_blocks_and_layers(
+    transport: str, jobs: int
+) -> None:
     """8192 blocks of 80 layers; the bound is far above what is needed, and far below a walk."""
     world = World()
     world.auto_pull = False
     groups = (0,) * 80
-    config = CoreConfig(transports=("tcp",))
+    config = CoreConfig(transports=(transport,))
     producer = world.node("p", config).engine("P", groups=groups, num_blocks=8192)
     consumer = world.node("d", config).engine("D", groups=groups, num_blocks=8192)
     tokens = 8192 * BLOCK
@@ -229,5 +232,5 @@ def test_a_large_model_is_planned_without_a_walk_over_blocks_and_layers() -> Non
             node._carry_out(instruction)
     done = consumer.done("f")
     assert (done.code, done.nbytes) == ("ok", 8192 * 80 * NBYTES)
-    assert len(node.started) >= 20
+    assert len(node.started) >= jobs
     assert spent / len(node.started) < 0.05

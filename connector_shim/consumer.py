@@ -63,7 +63,9 @@ class ConsumerCalls(Calls):
             park_s=park_s,
             traceparent=traceparent,
         )
-        self._session.push(fetch_frames(message, packed))
+        welcome = self._session.welcome
+        assert welcome is not None
+        self._session.push(fetch_frames(message, packed, minor=welcome.proto_minor))
         self._tracker.open_fetch(fetch_id, packed, self._clock(), deadline_s)
         return fetch_id
 

@@ -23,6 +23,8 @@ BLOCKS_PER_FRAME = 8_192
 DIGESTS_PER_FRAME = 2_048
 LAYER_BYTES_PER_FRAME = 32 * 1024
 DIGEST_SIZE = 16
+WHOLE_FETCH_MINOR = 3
+"""First minor version of the protocol in which a Fetch may bring its blocks."""
 
 
 def pack_blocks(blocks: Sequence[int], *, group: int, num_blocks: int) -> bytes:
@@ -117,8 +119,11 @@ def digest_frames(transfer_id: str, generation: int, digests: Mapping[int, bytes
     ]
 
 
-def fetch_frames(message: local.Fetch, groups: Sequence[bytes]) -> list[Frame]:
-    """Fetch, its blocks and FetchGo; `groups` are packed ids."""
+def fetch_frames(message: local.Fetch, groups: Sequence[bytes], *, minor: int) -> list[Frame]:
+    """One Fetch, or where that is too long, or the daemon's protocol (`minor`) too old, Fetch, its
+    blocks and FetchGo; `groups` are packed ids."""
+    if minor >= WHOLE_FETCH_MINOR and sum(map(len, groups)) <= 4 * BLOCKS_PER_FRAME:
+        return [encode(msgspec.structs.replace(message, blocks=list(groups)))]
     step = 4 * BLOCKS_PER_FRAME
     frames = [encode(message)]
     for group, packed in enumerate(groups):

@@ -54,6 +54,17 @@ class Wishes:
         self._fetches.enter(fetch)
         if problem is not None:
             self._fetches.fail(fetch, problem.code, problem.detail)
+        elif message.blocks is not None:
+            self._whole(session, fetch, message.blocks)
+
+    def _whole(self, session: Session, fetch: Fetch, blocks: list[bytes]) -> None:
+        """A fetch that came with all of its blocks."""
+        for group, packed in enumerate(blocks):
+            detail = self._add(fetch, group, 0, packed)
+            if detail:
+                self._fetches.fail(fetch, Code.BAD_MESSAGE, detail)
+                return
+        self._start(session, fetch)
 
     def _answer_foreign(self, session: Session, message: local.Fetch) -> None:
         detail = "another engine of this daemon uses this fetch id now"
@@ -98,26 +109,30 @@ class Wishes:
         fetch = self._assembling(session, message.fetch_id, "FetchBlocks")
         if fetch is None:
             return
-        detail = ""
-        if message.group >= len(fetch.dst):
-            detail = f"group {message.group} of {len(fetch.dst)}"
-        elif len(message.blocks) % 4:
-            detail = "a block list is not whole 32-bit ids"
-        else:
-            held, more = len(fetch.dst[message.group]) // 4, len(message.blocks) // 4
-            if message.first != held:
-                detail = f"blocks from index {message.first}, {held} are known"
-            elif held + more > fetch.count:
-                detail = f"{held + more} blocks for a range of {fetch.count}"
-            else:
-                fetch.dst[message.group] += message.blocks
+        detail = self._add(fetch, message.group, message.first, message.blocks)
         if detail:
             self._fetches.fail(fetch, Code.BAD_MESSAGE, detail)
 
+    def _add(self, fetch: Fetch, group: int, first: int, packed: bytes) -> str:
+        """Adds destinations, or says what is wrong with them."""
+        if group >= len(fetch.dst):
+            return f"group {group} of {len(fetch.dst)}"
+        if len(packed) % 4:
+            return "a block list is not whole 32-bit ids"
+        held, more = len(fetch.dst[group]) // 4, len(packed) // 4
+        if first != held:
+            return f"blocks from index {first}, {held} are known"
+        if held + more > fetch.count:
+            return f"{held + more} blocks for a range of {fetch.count}"
+        fetch.dst[group] += packed
+        return ""
+
     def go(self, session: Session, message: local.FetchGo) -> None:
         fetch = self._assembling(session, message.fetch_id, "FetchGo")
-        if fetch is None:
-            return
+        if fetch is not None:
+            self._start(session, fetch)
+
+    def _start(self, session: Session, fetch: Fetch) -> None:
         memory = session.memory
         assert memory is not None
         try:

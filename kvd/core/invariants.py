@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvd.core.attachment import AttachState
 from kvd.core.fetch import FetchState
 from kvd.core.grant import RequestState
-from kvd.core.jobs import job_limit
+from kvd.core.jobs import MAX_JOB_BLOCKS, job_limit
 from kvd.core.offers import OfferState
 
 if TYPE_CHECKING:
@@ -197,6 +197,7 @@ def _check_jobs(core: Core) -> None:
     for job in core.jobs.running.values():
         limit = job_limit(core.config, job.attachment)
         assert job.plan.nbytes <= limit or len(job.plan.parts) == 1
+        assert sum(part.mask.bit_count() for part in job.plan.parts) <= MAX_JOB_BLOCKS
 
 
 def _check_bounds(core: Core) -> None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from kvd.core.fetch import Fetch
 
 SHM = "shm"
+MAX_JOB_BLOCKS = 8_192
+"""Of a job, in all of its pieces: lists of ids are walked on the event loop, about 1 us an id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,8 @@ class Jobs:
         # Over shm all copy threads work on one job; other transports want several at once.
         slots = 1 if one.transport == SHM else config.max_jobs_per_fetch - fetch.jobs
         share = -(-manifest.pending_nbytes // slots)
-        plan = manifest.plan(max(1, min(max(share, config.min_job_bytes), limit)), limit)
+        budget = max(1, min(max(share, config.min_job_bytes), limit))
+        plan = manifest.plan(budget, limit, MAX_JOB_BLOCKS)
         if plan is None:
             return False
         job = Job(self._ctx.number(), fetch, one, plan)

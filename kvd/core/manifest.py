@@ -168,8 +168,9 @@ class Manifest:
                 group.pending[i] |= news
                 self.pending_nbytes += news.bit_count() * group.group.nbytes[i]
 
-    def plan(self, budget: int, limit: int) -> Plan | None:
-        """Take about `budget` bytes of what may be copied, never more than `limit`.
+    def plan(self, budget: int, limit: int, max_blocks: int) -> Plan | None:
+        """Take about `budget` bytes of what may be copied, never more than `limit`, in at most
+        `max_blocks` blocks of all pieces together.
 
         The exception is one block of one layer, which is the least. Runs of blocks over as many
         layers as may be come first: a copy then takes one block over all of them at once.
@@ -178,7 +179,7 @@ class Manifest:
         parts: list[Part] = []
         nbytes = 0
         for group in self._groups:
-            while nbytes < budget:
+            while nbytes < budget and max_blocks > 0:
                 run = group.next_run()
                 if run is None:
                     break
@@ -191,10 +192,12 @@ class Manifest:
                     while high - low > 1 and size > limit:
                         high -= 1
                         size = group.prefix[high] - group.prefix[low]
-                mask, runs = lowest_runs(group.pending[low], max(1, room // size))
+                most = min(max(1, room // size), max_blocks)
+                mask, runs = lowest_runs(group.pending[low], most)
                 for i in range(low, high):
                     group.pending[i] &= ~mask
                 nbytes += size * mask.bit_count()
+                max_blocks -= mask.bit_count()
                 parts.append(Part(group.index, low, high, mask))
                 pieces.append(self._piece(group, low, high, runs))
         return self._planned(pieces, parts, nbytes) if pieces else None

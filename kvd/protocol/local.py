@@ -3,7 +3,7 @@
 Order on a session: Hello -> Welcome | Refused; then AddSegment (one fd each, or a handle),
 AddFence (one fd), AddLayers (as many as needed), Register -> Registered | Refused; then the rest
 in any order. Long lists are split over several frames: a list is complete when the closing
-message (`Register`, `Extend`/`Seal`, `FetchGo`) names it.
+message (`Register`, `Extend`/`Seal`, `FetchGo`) names it. A fetch with short lists comes whole.
 """
 
 from __future__ import annotations
@@ -153,11 +153,13 @@ class RevokeAll(LocalMessage, frozen=True):
 
 
 class Fetch(LocalMessage, frozen=True):
-    """Asks for tokens `[start, end)` of a transfer; blocks follow, `FetchGo` starts it.
+    """Asks for tokens `[start, end)` of a transfer.
 
-    `start` is a multiple of the block size; `end` too, or the offer's own end. `digest` is the
-    prompt digest at `end`. `generation` None takes whatever generation is offered. The clock of
-    `deadline_s` starts at FetchGo; `park_s` is how long an unknown transfer is waited for.
+    `blocks` has each group's destination ids, and the fetch starts at once (since 1.3); with None
+    `FetchBlocks` follow, and `FetchGo` starts it. `start` is a multiple of the block size; `end`
+    too, or the offer's own end. `digest` is the prompt digest at `end`. `generation` None takes
+    whatever generation is offered. The clock of `deadline_s` starts when the fetch does; `park_s`
+    is how long an unknown transfer is waited for.
     """
 
     fetch_id: Id
@@ -172,6 +174,7 @@ class Fetch(LocalMessage, frozen=True):
     park_s: Seconds
     traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT)] = ""
     """W3C trace context of the request, for the daemon's own span of the fetch."""
+    blocks: list[Packed] | None = None
 
 
 class FetchBlocks(LocalMessage, frozen=True):

@@ -89,25 +89,39 @@ class CopyPool:
         return [] if self._closed else [t.name for t in self._threads if not t.is_alive()]
 
     def _run(self) -> None:
+        # One turn of the lock for each batch: what Python does between two copies runs with cold
+        # caches, and adds up.
+        work: Work | None = None
         while True:
+            batch: Batch | None = None  # what it holds must be gone before the work finishes
+            finished = False
             with self._cond:
-                self._pulse.idle()
-                while not self._turns and not self._closed:
-                    self._cond.wait()
-                if self._closed:
-                    return
-                self._pulse.busy()
-                work, batch = self._take()
-                finished = batch is None and self._finished(work)
-            if batch is not None:
-                batch()
-                del batch  # what it holds must be gone before the work finishes
-                with self._cond:
+                if work is not None:
                     self._active[work] -= 1
                     finished = self._finished(work)
-            if finished:
+                if not finished:
+                    work = None
+                    if not self._wait():
+                        return
+                    work, batch = self._take()
+                    finished = batch is None and self._finished(work)
+            if batch is not None:
+                batch()
+                continue
+            if finished and work is not None:
                 work.finish()
-            del work
+            work = None
+
+    def _wait(self) -> bool:
+        """Waits for work; False once the pool is closed."""
+        while not self._turns and not self._closed:
+            self._pulse.idle()
+            self._cond.wait()
+        if self._closed:
+            self._pulse.idle()
+        else:
+            self._pulse.busy()
+        return not self._closed
 
     def _take(self) -> tuple[Work, Batch | None]:
         owner = self._turns[0]

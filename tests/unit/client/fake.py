@@ -18,6 +18,7 @@ from connector_shim.memory import shared_blocks
 from connector_shim.patience import BACKOFF_MAX_S
 from kvd.protocol import local
 from kvd.protocol.types import PeerAddr, Stages
+from kvd.protocol.version import PROTO_MINOR
 
 ADDRESS = PeerAddr("127.0.0.1", 5000)
 REMOTE = PeerAddr("127.0.0.1", 6000)
@@ -38,7 +39,9 @@ class FakeClock:
         return self.now
 
 
-def welcome(boot_id: int = 1, *, major: int = 1, minor: int = 0, draining: bool = False) -> bytes:
+def welcome(
+    boot_id: int = 1, *, major: int = 1, minor: int = PROTO_MINOR, draining: bool = False
+) -> bytes:
     return _encode(local.Welcome(major, minor, "daemon", boot_id, ADDRESS, "0.1.0", draining))
 
 

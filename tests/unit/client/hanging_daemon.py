@@ -39,7 +39,7 @@ def serve_until_fetch() -> tuple[socket.socket, mmap.mmap]:
         message = _decode(data)
         if isinstance(message, local.Register):
             session.send(msgspec.msgpack.encode(local.Registered(1)))
-        if isinstance(message, local.FetchGo):
+        if isinstance(message, local.Fetch):
             return session, mmap.mmap(fds[0], 0)
 
 

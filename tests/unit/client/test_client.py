@@ -136,7 +136,7 @@ def test_long_lists_are_split_into_frames(path: os.PathLike[str], daemon: FakeDa
             for index, position in enumerate(words(piece.positions)):
                 told[position] = piece.digests[16 * index : 16 * index + 16]
         assert told == digests
-        fetch(client, blocks=tuple(ids))
+        fetch(client, blocks=tuple(ids))  # more than one frame holds
         messages = daemon.read()
         while not isinstance(messages[-1], local.FetchGo):
             client.poll()
@@ -148,19 +148,38 @@ def test_long_lists_are_split_into_frames(path: os.PathLike[str], daemon: FakeDa
 
 def test_a_fetch_is_told_when_the_daemon_says_so(up: Client, daemon: FakeDaemon) -> None:
     fetch_id = fetch(up, blocks=(4, 9))
-    asked, blocks, go = daemon.read()
+    (asked,) = daemon.read()
     assert isinstance(asked, local.Fetch)
-    assert isinstance(blocks, local.FetchBlocks)
     assert (asked.fetch_id, asked.remote, asked.engine_id) == (fetch_id, REMOTE, "producer")
     assert (asked.start, asked.end, asked.generation) == (0, 32, None)
-    assert words(blocks.blocks) == [4, 9]
-    assert go == local.FetchGo(fetch_id)
+    assert asked.blocks is not None
+    assert [words(blocks) for blocks in asked.blocks] == [[4, 9]]
     assert up.poll() == []
     assert outstanding(up) == ({fetch_id}, set())
     done = fetch_done(fetch_id, nbytes=256)
     daemon.say(done)
     assert up.poll() == [done]
     assert outstanding(up) == (set(), set())
+
+
+def test_an_older_daemon_gets_a_fetch_in_parts(path: os.PathLike[str], daemon: FakeDaemon) -> None:
+    """A field that it does not know would be dropped, and the fetch would never start."""
+    with Client(str(path), engine_id="engine") as client:
+        describe(client)
+        client.poll()
+        daemon.accept()
+        daemon.say_raw(welcome(minor=2))
+        client.poll()
+        daemon.say(local.Registered(1))
+        client.poll()
+        daemon.read()
+        fetch_id = fetch(client, blocks=(4, 9))
+        asked, blocks, go = daemon.read()
+        assert isinstance(asked, local.Fetch)
+        assert (asked.fetch_id, asked.blocks) == (fetch_id, None)
+        assert isinstance(blocks, local.FetchBlocks)
+        assert words(blocks.blocks) == [4, 9]
+        assert go == local.FetchGo(fetch_id)
 
 
 def test_late_double_and_unknown_completions_are_told_once(up: Client, daemon: FakeDaemon) -> None:

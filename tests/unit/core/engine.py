@@ -165,10 +165,13 @@ class Engine:
         park: float = 5.0,
         prompt: str = "",
         go: bool = True,
+        whole: bool = True,
     ) -> list[list[int]]:
+        """`whole`: in one message, unless `go` is to come later."""
         need = -(-end // BLOCK) - start // BLOCK
         if blocks is None:
             blocks = [list(range(need)) for _ in range(self.num_groups)]
+        whole = whole and go
         self.say(
             local.Fetch(
                 fetch_id=fetch_id,
@@ -181,12 +184,13 @@ class Engine:
                 digest=digest(prompt or transfer, end),
                 deadline_s=deadline,
                 park_s=park,
+                blocks=[pack(list(ids)) for ids in blocks] if whole else None,
             )
         )
         for group, ids in enumerate(blocks):
-            if ids:
+            if ids and not whole:
                 self.say(local.FetchBlocks(fetch_id, group, 0, pack(list(ids))))
-        if go:
+        if go and not whole:
             self.say(local.FetchGo(fetch_id))
         return [list(ids) for ids in blocks]
 

@@ -13,11 +13,12 @@ from tests.unit.core.fetching import SMALL, closes, streamed
 from tests.unit.core.world import World
 
 
+@pytest.mark.parametrize("whole", [True, False])
 def test_a_finished_prefill_is_pulled_whole(
-    world: World, producer: Engine, consumer: Engine
+    world: World, producer: Engine, consumer: Engine, whole: bool
 ) -> None:
     producer.offer("T", tokens=40, blocks=[[7, 3, 9]])
-    blocks = consumer.fetch("f", "T", producer, end=40, blocks=[[2, 4, 6]])
+    blocks = consumer.fetch("f", "T", producer, end=40, blocks=[[2, 4, 6]], whole=whole)
     world.settle()
     done = consumer.done("f")
     assert (done.code, done.tokens, done.generation) == ("ok", 40, 1)
@@ -268,6 +269,7 @@ def test_two_engines_of_one_daemon_may_choose_the_same_id(world: World, producer
     assert other.done("f").code == "duplicate"
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(
     ("blocks", "code"),
     [
@@ -280,10 +282,15 @@ def test_two_engines_of_one_daemon_may_choose_the_same_id(world: World, producer
     ],
 )
 def test_destinations_are_checked(
-    world: World, producer: Engine, consumer: Engine, blocks: list[list[int]], code: str
+    world: World,
+    producer: Engine,
+    consumer: Engine,
+    blocks: list[list[int]],
+    code: str,
+    whole: bool,
 ) -> None:
     producer.offer("T", tokens=48)
-    consumer.fetch("f", "T", producer, end=48, blocks=blocks)
+    consumer.fetch("f", "T", producer, end=48, blocks=blocks, whole=whole)
     world.settle()
     assert consumer.done("f").code == code
     assert consumer.node.started == []
@@ -308,14 +315,15 @@ def test_destinations_stay_taken_until_the_end_is_told(
     assert consumer.done("h").code == "ok"
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(
     ("start", "end", "code"),
     [(8, 48, "unaligned_range"), (32, 16, "unaligned_range"), (0, 2**60, "bad_message")],
 )
 def test_ranges_that_cannot_be(
-    consumer: Engine, producer: Engine, start: int, end: int, code: str
+    consumer: Engine, producer: Engine, start: int, end: int, code: str, whole: bool
 ) -> None:
-    consumer.fetch("f", "T", producer, start=start, end=end, blocks=[])
+    consumer.fetch("f", "T", producer, start=start, end=end, blocks=[], whole=whole)
     assert consumer.done("f").code == code
 
 

@@ -75,6 +75,7 @@ shim_messages = st.one_of(
         digests,
         seconds,
         seconds,
+        blocks=st.none() | st.lists(packed, max_size=3),
     ),
     st.builds(local.FetchBlocks, fetch_ids, small, small, packed),
     st.builds(local.FetchGo, fetch_ids),

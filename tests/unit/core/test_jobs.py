@@ -8,6 +8,7 @@ import pytest
 
 from kvd.core import events as ev
 from kvd.core.config import CoreConfig
+from kvd.core.jobs import MAX_JOB_BLOCKS
 from kvd.core.packed import unpack
 from kvd.protocol import local
 from tests.unit.core.engine import BLOCK, NBYTES, Engine
@@ -234,3 +235,23 @@ def test_a_large_model_is_planned_without_a_walk_over_blocks_and_layers(
     assert (done.code, done.nbytes) == ("ok", 8192 * 80 * NBYTES)
     assert len(node.started) >= jobs
     assert spent / len(node.started) < 0.05
+
+
+def test_a_job_has_a_bounded_number_of_blocks_however_small_they_are() -> None:
+    """Its lists of ids are walked on the event loop."""
+    world = World()
+    world.auto_pull = False
+    config = CoreConfig(transports=("shm",))
+    count = 3 * MAX_JOB_BLOCKS - 1
+    producer = world.node("p", config).engine("P", num_blocks=count)
+    consumer = world.node("d", config).engine("D", num_blocks=count)
+    producer.offer("T", tokens=count * BLOCK, blocks=[list(range(count))])
+    consumer.fetch("f", "T", producer, end=count * BLOCK, blocks=[list(range(count))])
+    world.settle()
+    sizes = []
+    while consumer.node.pulls:
+        job = min(consumer.node.pulls)
+        sizes.append(sum(len(p.indices) // 4 for p in consumer.node.pulls[job].pieces))
+        world.finish_pull(consumer.node, job)
+    assert consumer.done("f").code == "ok"
+    assert sorted(sizes) == [MAX_JOB_BLOCKS - 1, MAX_JOB_BLOCKS, MAX_JOB_BLOCKS]

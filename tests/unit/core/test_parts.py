@@ -205,7 +205,8 @@ def test_a_manifest_against_a_plain_set(data: st.DataObject) -> None:
         manifest.extend(news, [Watermark(a, b - a, upto)])
         manifest.check()
         limit = data.draw(st.integers(30, 400))
-        plan = manifest.plan(data.draw(st.integers(1, limit)), limit)
+        most = data.draw(st.integers(1, 12))
+        plan = manifest.plan(data.draw(st.integers(1, limit)), limit, most)
         if plan is not None:
             places = set()
             for piece in plan.pieces:
@@ -221,6 +222,7 @@ def test_a_manifest_against_a_plain_set(data: st.DataObject) -> None:
             sizes = {layer: n for g in GROUPS for layer, n in zip(g.layers, g.nbytes, strict=True)}
             assert plan.nbytes == sum(sizes[layer] for _, layer, _ in places)
             assert plan.nbytes <= limit
+            assert sum(len(unpack(piece.indices)) for piece in plan.pieces) <= most
             planned |= places
             running.append((plan, places))
         elif step >= 10:

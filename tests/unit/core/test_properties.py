@@ -278,6 +278,7 @@ class TwoDaemons(RuleBasedStateMachine):
         deadline=st.sampled_from([0.5, 15.0, 15.0]),
         wrong_prompt=st.sampled_from([False] * 9 + [True]),
         nulls=st.booleans(),
+        whole=st.booleans(),
     )
     def fetch(self, transfer: str, **want: Any) -> None:
         self.wish(transfer, **want)
@@ -295,6 +296,7 @@ class TwoDaemons(RuleBasedStateMachine):
         deadline: float,
         wrong_prompt: bool,
         nulls: bool,
+        whole: bool = True,
     ) -> None:
         live = list(self.offers.values())
         first = start * BLOCK
@@ -325,6 +327,7 @@ class TwoDaemons(RuleBasedStateMachine):
             park=park,
             deadline=deadline,
             prompt="another" if wrong_prompt else transfer,
+            whole=whole,
         )
         if settle:
             self.world.settle()

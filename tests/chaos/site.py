@@ -44,7 +44,6 @@ SETTINGS: dict[str, Any] = {
     "early_release_ttl_s": 5.0,
     "min_job_bytes": 256 * 1024,
     "max_job_bytes": 2 * 2**20,
-    "max_shm_job_bytes": 2 * 2**20,
 }
 DAEMONS = ("pk", "ps", "dk", "ds")
 KILLABLE = ("pk", "dk")
@@ -62,6 +61,9 @@ class Keeper:
         self.starts = 0
         self._folder = folder
         self._settings = {**SETTINGS, "transport": transport}
+        if self.steady:
+            # Elsewhere a fetch over shm is one job, as it is by default.
+            self._settings["max_shm_job_bytes"] = SETTINGS["max_job_bytes"]
         self._cable = cable
         self._end = int(name.startswith("d"))
         if cable is not None:

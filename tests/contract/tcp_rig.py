@@ -29,6 +29,9 @@ BLOCK = 4 * 512
 OPTIONS = TransportOptions(
     data_timeout_s=0.6, connect_timeout_s=0.6, first_frame_s=0.4, idle_s=60.0, tcp_streams=1
 )
+"""Short, for those who do not keep them."""
+PATIENT = replace(OPTIONS, data_timeout_s=60.0, connect_timeout_s=60.0, first_frame_s=60.0)
+"""For everything else: a machine that pauses breaks nothing."""
 
 
 @contextlib.asynccontextmanager

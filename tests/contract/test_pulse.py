@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import replace
 
 import pytest
 
@@ -13,7 +12,7 @@ from kvd.transport.pulse import Pulse
 from kvd.transport.tcp_serving import Connection
 from kvd.transport.tcp_wire import pack_request
 from tests.conftest import wait_for
-from tests.contract.tcp_rig import BLOCK, OPTIONS, RawClient, request, served
+from tests.contract.tcp_rig import BLOCK, PATIENT, RawClient, request, served
 
 
 def test_a_thread_is_stuck_once_it_is_busy_for_too_long() -> None:
@@ -63,8 +62,7 @@ async def test_tcp_threads_are_stuck_while_they_are_at_work_and_idle_after(
         return fault(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Connection, "_fault", hangs)
-    options = replace(OPTIONS, data_timeout_s=60.0)
-    async with served(monkeypatch, options) as (_, harness):
+    async with served(monkeypatch, PATIENT) as (_, harness):
         pulse = harness.server.pulse
         client = RawClient(harness.server.port)
         try:

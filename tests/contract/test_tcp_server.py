@@ -22,7 +22,7 @@ from kvd.transport.tcp_wire import (
     preamble,
 )
 from tests.contract.rig import TICKET
-from tests.contract.tcp_rig import BLOCK, OPTIONS, RawClient, request, served
+from tests.contract.tcp_rig import BLOCK, OPTIONS, PATIENT, RawClient, request, served
 from tests.plugins.waiting import wait_for
 
 REFUSED: dict[str, tuple[Request, Code]] = {
@@ -148,7 +148,7 @@ async def test_a_ticket_closed_in_mid_copy_ends_it(monkeypatch: pytest.MonkeyPat
 
 
 async def test_late_bytes_are_drained_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served(monkeypatch, replace(OPTIONS, data_timeout_s=20.0)) as (rig, harness):
+    async with served(monkeypatch, PATIENT) as (rig, harness):
         harness.small_calls(BLOCK)
         puller = harness.puller()
         gate = harness.gate(3)
@@ -234,7 +234,7 @@ async def test_connections_that_show_no_ticket_in_time_are_dropped(
 async def test_an_idle_connection_is_dropped_and_the_puller_connects_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with served(monkeypatch, replace(OPTIONS, idle_s=0.1)) as (rig, harness):
+    async with served(monkeypatch, replace(PATIENT, idle_s=0.1)) as (rig, harness):
         puller = harness.puller()
         for i in range(3):
             piece = rig.piece(0, [i], [i], indices=[i])
@@ -248,7 +248,7 @@ async def test_an_idle_connection_is_dropped_and_the_puller_connects_again(
 async def test_connections_above_the_limit_are_refused(
     monkeypatch: pytest.MonkeyPatch, clients: Callable[..., RawClient]
 ) -> None:
-    options = replace(OPTIONS, max_data_connections=1, tcp_streams=3, data_timeout_s=20.0)
+    options = replace(PATIENT, max_data_connections=1, tcp_streams=3)
     monkeypatch.setattr(tcp_jobs, "MIN_CHUNK_BYTES", BLOCK)
     monkeypatch.setattr(tcp_jobs, "MAX_CHUNK_BYTES", BLOCK)
     async with served(monkeypatch, options) as (rig, harness):
@@ -264,7 +264,7 @@ async def test_connections_above_the_limit_are_refused(
 async def test_connections_of_one_address_are_bounded_and_others_are_served(
     monkeypatch: pytest.MonkeyPatch, clients: Callable[..., RawClient]
 ) -> None:
-    options = replace(OPTIONS, max_data_connections_per_peer=2, first_frame_s=20.0)
+    options = replace(PATIENT, max_data_connections_per_peer=2)
     async with served(monkeypatch, options) as (_, harness):
         for _ in range(2):
             clients(harness.server.port)
@@ -306,7 +306,7 @@ async def test_a_port_that_is_taken_is_named() -> None:
 async def test_a_consumer_that_does_not_read_is_dropped(
     monkeypatch: pytest.MonkeyPatch, clients: Callable[..., RawClient]
 ) -> None:
-    async with served(monkeypatch, OPTIONS) as (rig, harness):
+    async with served(monkeypatch, replace(PATIENT, data_timeout_s=0.6)) as (rig, harness):
         client = clients(harness.server.port)
         client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         many = request(list(range(40)) * 400, nbytes=16_000 * BLOCK)

@@ -25,9 +25,7 @@ from tests.conftest import wait_for
 from tests.contract.certificates import Certificate, authority, issue
 from tests.contract.harness import TcpHarness
 from tests.contract.rig import TICKET, Rig
-from tests.contract.tcp_rig import BLOCK, OPTIONS, RawClient, served
-
-PLENTY = replace(OPTIONS, first_frame_s=5.0, connect_timeout_s=5.0, data_timeout_s=5.0)
+from tests.contract.tcp_rig import BLOCK, OPTIONS, PATIENT, RawClient, served
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +48,13 @@ async def secured(
     monkeypatch: pytest.MonkeyPatch, certificates: dict[str, Certificate]
 ) -> AsyncIterator[tuple[Rig, TcpHarness]]:
     """A server with TLS; the harness's own pullers have p's certificate too."""
-    async with served(monkeypatch, replace(PLENTY, tls=tls(certificates["p"]))) as both:
+    async with served(monkeypatch, replace(PATIENT, tls=tls(certificates["p"]))) as both:
         yield both
 
 
 async def fetch_as(rig: Rig, harness: TcpHarness, how: Tls | None) -> int:
     puller = TcpPuller(
-        harness._local, harness.host, harness.server.port, 40, replace(PLENTY, tls=how)
+        harness._local, harness.host, harness.server.port, 40, replace(PATIENT, tls=how)
     )
     try:
         return await puller.pull(rig.job(rig.piece(0, range(10), range(10))))
@@ -87,7 +85,7 @@ async def test_a_connection_is_used_again_without_a_pause(
     """To see that it is still good costs no wait: here one would outlast the test."""
     monkeypatch.setattr(channel, "TICK_S", 600.0)
     rig, harness = secured
-    options = replace(PLENTY, tls=tls(certificates["d"]))
+    options = replace(PATIENT, tls=tls(certificates["d"]))
     puller = TcpPuller(harness._local, harness.host, harness.server.port, 40, options)
     async with asyncio.timeout(60):
         for _ in range(2):
@@ -124,7 +122,7 @@ async def test_plain_and_tls_do_not_talk_to_each_other(
     rig, harness = secured
     with pytest.raises(TransportError, match="asks for TLS"):
         await fetch_as(rig, harness, None)
-    async with served(monkeypatch, PLENTY) as (plain_rig, plain):
+    async with served(monkeypatch, PATIENT) as (plain_rig, plain):
         with pytest.raises(TransportError, match="is tls_cert set there") as refused:
             await fetch_as(plain_rig, plain, tls(certificates["d"]))
         assert refused.value.code == Code.PEER_NOT_ALLOWED
@@ -137,7 +135,7 @@ async def test_neither_tickets_nor_kv_are_seen_on_the_wire(
     seen = bytearray()
     with _Tap(harness.server.port, seen) as port:
         puller = TcpPuller(
-            harness._local, harness.host, port, 40, replace(PLENTY, tls=tls(certificates["d"]))
+            harness._local, harness.host, port, 40, replace(PATIENT, tls=tls(certificates["d"]))
         )
         await puller.pull(rig.job(rig.piece(0, range(10), range(10))))
         await puller.aclose()
@@ -174,7 +172,7 @@ async def test_a_server_that_closes_ends_handshakes_too(
     monkeypatch: pytest.MonkeyPatch, certificates: dict[str, Certificate],
     clients: Callable[..., RawClient],
 ) -> None:  # fmt: skip
-    options = replace(PLENTY, first_frame_s=60.0, tls=tls(certificates["p"]))
+    options = replace(PATIENT, tls=tls(certificates["p"]))
     async with served(monkeypatch, options) as (_, harness):
         clients(harness.server.port, hello=False)
         await asyncio.to_thread(

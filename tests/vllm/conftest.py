@@ -9,6 +9,7 @@ import pytest
 from tests.vllm.engine import Engine
 from tests.vllm.kv_requests import MakeEngine
 from tests.vllm.models import write_tiny_llama
+from tests.vllm.own_processes import Runs, run_both
 
 
 @pytest.fixture(scope="module")
@@ -20,3 +21,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(model: Path) -> MakeEngine:
     """Engines that offer KV after prefill; test_streaming.py has the others."""
     return lambda **options: Engine(model, **{"send_type": "get", **options})
+
+
+@pytest.fixture(scope="session")
+def own_processes(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return run_both(tmp_path_factory.mktemp("own-processes"))

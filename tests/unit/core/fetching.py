@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvd.core.config import CoreConfig
 from kvd.protocol import local, peer
 from tests.unit.core.engine import BLOCK, NBYTES, Engine
 from tests.unit.core.world import World
 
-SMALL = CoreConfig(min_job_bytes=NBYTES, max_job_bytes=3 * NBYTES, max_shm_job_bytes=3 * NBYTES)
+
+def with_jobs(at_least: int, at_most: int, **others: Any) -> CoreConfig:
+    """Jobs between two sizes in bytes, on every transport."""
+    return CoreConfig(
+        min_job_bytes=at_least, max_job_bytes=at_most, max_shm_job_bytes=at_most, **others
+    )
+
+
+SMALL = with_jobs(NBYTES, 3 * NBYTES)
 """One block of the three layers a job, so that a fetch takes several."""
 
 

@@ -12,6 +12,7 @@ from kvd.core.jobs import MAX_JOB_BLOCKS
 from kvd.core.packed import unpack
 from kvd.protocol import local
 from tests.unit.core.engine import BLOCK, NBYTES, Engine
+from tests.unit.core.fetching import with_jobs
 from tests.unit.core.world import Node, World
 
 ROW = 3 * NBYTES
@@ -74,9 +75,7 @@ def test_a_fetch_over_shm_is_one_job_while_that_is_not_too_large(
 
 def test_a_block_that_is_too_big_is_cut_by_layers() -> None:
     world = World()
-    producer, consumer = engines(
-        world, CoreConfig(min_job_bytes=1, max_job_bytes=2 * NBYTES, max_shm_job_bytes=2 * NBYTES)
-    )
+    producer, consumer = engines(world, with_jobs(1, 2 * NBYTES))
     producer.offer("T", tokens=2 * BLOCK)
     consumer.fetch("f", "T", producer, end=2 * BLOCK)
     world.settle()
@@ -89,9 +88,7 @@ def test_a_block_that_is_too_big_is_cut_by_layers() -> None:
 
 def test_a_block_of_one_layer_is_the_least() -> None:
     world = World()
-    producer, consumer = engines(
-        world, CoreConfig(min_job_bytes=1, max_job_bytes=1, max_shm_job_bytes=1)
-    )
+    producer, consumer = engines(world, with_jobs(1, 1))
     producer.offer("T", tokens=BLOCK)
     consumer.fetch("f", "T", producer, end=BLOCK)
     world.settle()
@@ -100,7 +97,7 @@ def test_a_block_of_one_layer_is_the_least() -> None:
 
 def test_every_byte_is_copied_once() -> None:
     world = World()
-    config = CoreConfig(min_job_bytes=2 * ROW, max_job_bytes=5 * ROW, max_shm_job_bytes=5 * ROW)
+    config = with_jobs(2 * ROW, 5 * ROW)
     producer, consumer = engines(world, config)
     producer.offer("T", tokens=100 * BLOCK)
     consumer.fetch("f", "T", producer, end=100 * BLOCK)
@@ -118,7 +115,7 @@ def test_every_byte_is_copied_once() -> None:
 
 def test_one_big_fetch_starves_no_small_one() -> None:
     world = World()
-    config = CoreConfig(min_job_bytes=ROW, max_job_bytes=ROW, max_shm_job_bytes=ROW)
+    config = with_jobs(ROW, ROW)
     producer, consumer = engines(world, config)
     producer.offer("big", tokens=200 * BLOCK)
     producer.offer("small", tokens=2 * BLOCK, slot=1)
@@ -138,13 +135,7 @@ def test_one_big_fetch_starves_no_small_one() -> None:
 
 def test_fetches_take_turns() -> None:
     world = World()
-    config = CoreConfig(
-        min_job_bytes=ROW,
-        max_job_bytes=ROW,
-        max_shm_job_bytes=ROW,
-        max_jobs_per_fetch=1,
-        max_jobs_per_attachment=1,
-    )
+    config = with_jobs(ROW, ROW, max_jobs_per_fetch=1, max_jobs_per_attachment=1)
     producer, consumer = engines(world, config)
     for i in range(3):
         producer.offer(f"T{i}", tokens=3 * BLOCK, slot=i)
@@ -162,7 +153,7 @@ def test_fetches_take_turns() -> None:
 def test_stuck_peers_leave_room_for_others() -> None:
     world = World()
     world.auto_pull = False
-    config = CoreConfig(min_job_bytes=ROW, max_job_bytes=ROW, max_shm_job_bytes=ROW, max_jobs=8)
+    config = with_jobs(ROW, ROW, max_jobs=8)
     consumer = world.node("d", config).engine("D", num_blocks=512)
     stuck = [world.node(f"p{i}").engine(f"P{i}") for i in range(4)]
     for i, producer in enumerate(stuck):
@@ -184,13 +175,7 @@ def test_stuck_peers_leave_room_for_others() -> None:
 
 def test_limits_hold_for_many_fetches() -> None:
     world = World()
-    config = CoreConfig(
-        min_job_bytes=ROW,
-        max_job_bytes=ROW,
-        max_shm_job_bytes=ROW,
-        max_jobs=6,
-        max_jobs_per_attachment=5,
-    )
+    config = with_jobs(ROW, ROW, max_jobs=6, max_jobs_per_attachment=5)
     producer, consumer = engines(world, config)
     for i in range(10):
         producer.offer(f"T{i}", tokens=8 * BLOCK, slot=i)

@@ -188,7 +188,7 @@ class Engine:
         tokens: int | None = None,
         generation: int | None = None,
         deadline_s: float = 15.0,
-        park_s: float = 0.0,
+        park_s: float = 5.0,
         prompt: str | None = None,
     ) -> str:
         """`blocks` for tokens `[start, tokens)`; returns the fetch's id."""

@@ -130,7 +130,8 @@ def test_a_killed_producer_daemon_fails_the_fetch_and_is_found_again(
 
     def moved() -> bool:
         # The consumer's daemon may still be waiting to try again.
-        return consumer.fetch("t", [9], remote=remote, engine_id="producer").code == Code.OK
+        done = consumer.fetch("t", [9], remote=remote, engine_id="producer", park_s=0.0)
+        return done.code == Code.OK
 
     wait_for(moved, 20.0, what="bytes move through the new daemon")
     assert consumer.wrong(5, {9: 7}) == 0
@@ -182,7 +183,7 @@ def test_a_stopped_producer_daemon_is_lost_within_the_bound(site: Site, transpor
 
     def moved() -> bool:
         producer.poll()
-        return consumer.fetch("after", [4], **how).code == Code.OK
+        return consumer.fetch("after", [4], park_s=0.0, **how).code == Code.OK
 
     wait_for(moved, 20.0, what="bytes move again")
     assert consumer.wrong(5, {1: 1, 4: 3}) == 0

@@ -57,7 +57,7 @@ def test_a_consumer_may_ask_a_daemon_that_starts_later(site: Site) -> None:
     producer = site.engine(p, "producer", seed=6)
     assert producer.up() == remote
     producer.offer("t", [4])
-    wait_for(lambda: consumer.fetch("t", [1], **how).code == Code.OK, 20.0, what="it moves")
+    wait_for(lambda: consumer.fetch("t", [1], park_s=0.0, **how).code == Code.OK, 20.0, what="it moves")
     assert consumer.wrong(6, {1: 4}) == 0
 
 
@@ -72,7 +72,7 @@ def test_daemons_restart_between_two_transfers(site: Site) -> None:
 
         def moved(name: str = f"t{number}", block: int = number, how: dict[str, Any] = how) -> bool:
             producer.poll()
-            return consumer.fetch(name, [block], **how).code == Code.OK
+            return consumer.fetch(name, [block], park_s=0.0, **how).code == Code.OK
 
         wait_for(moved, 20.0, what=f"transfer {number}")
         if number == 0:

@@ -102,7 +102,7 @@ def series(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         consumer.up()
         producer.offer("t", [1, 2])
         assert consumer.fetch("t", [3, 4], remote=at, engine_id="p").code == Code.OK
-        assert consumer.fetch("none", [5], remote=at, engine_id="p").code != Code.OK
+        assert consumer.fetch("none", [5], remote=at, engine_id="p", park_s=0).code != Code.OK
         wait_for(lambda: daemon.metric("kvd_sessions") == 2, what="the gauges are set")
         return read(daemon)
     finally:

@@ -56,7 +56,7 @@ def test_status_and_transfers_tell_what_moved(
     producer.offer("moved", [1, 2])
     done = pair.fetch(consumer, "moved", [3, 4])
     assert done.code == Code.OK
-    failed = pair.fetch(consumer, "never-offered", [5])
+    failed = pair.fetch(consumer, "never-offered", [5], park_s=0.0)
     assert failed.code != Code.OK
 
     d = status_of(pair.d, capsys)
@@ -172,7 +172,7 @@ def test_healthcheck_drain_and_the_end(site: Site, capsys: pytest.CaptureFixture
 def test_watch_fits_a_terminal_of_80_columns(pair: Pair) -> None:
     producer, consumer = pair.engines(seed=3)
     producer.offer("a-transfer-with-a-rather-long-name-" + "x" * 60, [1, 2])
-    assert pair.fetch(consumer, "nobody-offers-this", [3]).code != Code.OK
+    assert pair.fetch(consumer, "nobody-offers-this", [3], park_s=0.0).code != Code.OK
     leader, follower = pty.openpty()
     env = {**os.environ, "COLUMNS": "80", "LINES": "50", "TERM": "xterm-256color"}
     command = [sys.executable, "-m", "kvd", "status", "--watch", "--interval", "0.2"]

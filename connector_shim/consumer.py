@@ -34,11 +34,14 @@ class ConsumerCalls(Calls):
         park_s: float,
         fetch_id: str | None = None,
         traceparent: str = "",
+        sole: bool = False,
     ) -> str:
         """Asks for tokens `[start, end)` into these blocks; returns the fetch's id.
 
         `blocks[g][0]` is group g's block that holds token `start`; `remote` is the producer's
-        daemon, `engine_id` the producer. The blocks belong to the daemon until FetchDone. Raises
+        daemon, `engine_id` the producer. The blocks belong to the daemon until FetchDone. With
+        `sole` the producer's blocks are free once they were fetched: nobody else may want them.
+        Otherwise they are held for `release_linger_s` of its daemon's. Raises
         ClientError and changes nothing: DAEMON_GONE, DRAINING, NOT_REGISTERED, OVERLOADED,
         DUPLICATE, BAD_MEMORY, BAD_MESSAGE.
         """
@@ -62,6 +65,7 @@ class ConsumerCalls(Calls):
             deadline_s=deadline_s,
             park_s=park_s,
             traceparent=traceparent,
+            sole=sole,
         )
         welcome = self._session.welcome
         assert welcome is not None

@@ -66,6 +66,8 @@ class FetchJob:
     bootstrap: Address | None = None
     traceparent: str = ""
     """W3C trace context of the request, where vLLM was given one."""
+    sole: bool = False
+    """No other request of this engine fetches the transfer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 from connector_shim.jobs import FetchJob, OfferJob, RankTable, pack_blocks, pack_u32
 from connector_shim.params import RemotePrefill
 from connector_shim.prompts import prompt_digest
-from connector_shim.readings import traceparent
+from connector_shim.readings import has_siblings, traceparent
 from connector_shim.streams import NULL_BLOCK_ID
 
 
@@ -81,6 +81,7 @@ def fetch_job(
         digest=prompt_digest(request, end).at([end])[0],
         bootstrap=plan.remote.bootstrap,
         traceparent=traceparent(request),
+        sole=not has_siblings(request),
     )
 
 

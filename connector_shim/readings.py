@@ -49,6 +49,17 @@ def clear_flag(params: Any) -> bool:
     return True
 
 
+def has_siblings(request: Any) -> bool:
+    """Whether it is one of several that a request with `n` > 1 was made into.
+
+    All of these have the params of the one, and an index and "_" before its id. (vLLM's
+    v1/engine/parallel_sampling.py, 0.20 to 0.32; `sampling_params.n` is 1 in each. An id that the
+    API server makes up begins with a word.)
+    """
+    index, mark, _ = str(request.request_id).partition("_")
+    return bool(mark) and index.isdecimal()
+
+
 def traceparent(request: Any) -> str:
     """W3C trace context of a request; empty where it has none, or none that could be one."""
     headers = getattr(request, "trace_headers", None)

@@ -97,6 +97,7 @@ class WorkerClient(Protocol):
         park_s: float,
         fetch_id: str | None = None,
         traceparent: str = "",
+        sole: bool = False,
     ) -> str: ...
     def cancel(self, fetch_id: str) -> object: ...
     def release(
@@ -303,6 +304,7 @@ class WorkerHalf:
                 park_s=settings.park_s if job.bootstrap is None else settings.fetch_deadline_s,
                 fetch_id=fetch_id,
                 traceparent=job.traceparent,
+                sole=job.sole,
             )
         except ClientError as error:
             self.tally.note(f"fetch_{error.code}", error.detail)

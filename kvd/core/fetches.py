@@ -218,7 +218,8 @@ class Fetches:
         # After the news for our engine, which waits for it: to send to a peer can take 2 ms.
         if one is not None:
             if fetch.asked:
-                close = peer.FetchClose(fetch.id, str(code), fetch.received)
+                sole = fetch.message.sole
+                close = peer.FetchClose(fetch.id, str(code), fetch.received, sole)
                 self.peers.send(one.peer, one.boot_id, close)
             self.attachments.leave(fetch, one)
         self.ctx.record(

@@ -12,7 +12,7 @@ from kvd.core.clients import Client, Clients
 from kvd.core.context import Context, Refusal, failure_code
 from kvd.core.grant import Request, RequestState
 from kvd.core.instructions import CloseTicket, ExtendTicket, OpenTicket
-from kvd.core.offers import Offer, OfferEvent, Offers, Stop
+from kvd.core.offers import Closing, Offer, OfferEvent, Offers, Stop
 from kvd.core.packed import has_null, present
 from kvd.core.readers import Readers
 from kvd.core.sessions import Session
@@ -64,7 +64,8 @@ class Grants:
         request = client.requests.get(message.fetch_id)
         if request is not None:
             ok = message.code == Code.OK
-            self._end(request, Code.OK if ok else failure_code(message.code), message.nbytes)
+            code = Code.OK if ok else failure_code(message.code)
+            self._end(request, code, message.nbytes, sole=message.sole)
 
     def read(self, ticket: bytes) -> None:
         """Some of it was sent from here; it may have ended meanwhile."""
@@ -338,13 +339,13 @@ class Grants:
         )
         if not again:
             self._served(request, offer, code, 0)
-            self._forget(request, failed=True)
+            self._forget(request, Closing.FAILED)
             return
         request.offer = None
         self._park(request, self._ctx.config.park_max_s)
 
     def _refuse(self, request: Request, refusal: Refusal) -> None:
-        self._forget(request, failed=True)
+        self._forget(request, Closing.FAILED)
         self._refuse_message(request.client, request.message, refusal.code, refusal.detail)
 
     def _refuse_message(
@@ -353,19 +354,21 @@ class Grants:
         self._ctx.to_client(client.id, peer.FetchRefused(message.fetch_id, str(code), detail))
         self._ctx.refused(code, "FetchReq", f"{message.transfer_id}: {detail}")
 
-    def _end(self, request: Request, code: Code, nbytes: int) -> None:
+    def _end(self, request: Request, code: Code, nbytes: int, sole: bool = False) -> None:
         """The consumer is done with a request, or is gone."""
         offer = request.offer
+        closing = Closing.FAILED
         if request.state is RequestState.GRANTED and offer is not None:
             self._close_ticket(request)
             if code is Code.OK:
                 offer.fetched += 1
                 offer.delivered = True
                 nbytes = self._granted_bytes(request, offer)
+                closing = Closing.FOR_GOOD if sole else Closing.FETCHED
             self._served(request, offer, code, nbytes)
-        self._forget(request, failed=code is not Code.OK)
+        self._forget(request, closing)
 
-    def _forget(self, request: Request, failed: bool) -> None:
+    def _forget(self, request: Request, closing: Closing) -> None:
         offer = request.offer
         request.client.requests.pop(request.message.fetch_id, None)
         self.count -= 1
@@ -376,7 +379,7 @@ class Grants:
             del offer.grants[request.key]
             self._readers.changed(offer)
             if not offer.grants:
-                self._offers.fire(offer, OfferEvent.LAST_CLOSED, failed)
+                self._offers.fire(offer, OfferEvent.LAST_CLOSED, closing)
 
     def _close_ticket(self, request: Request) -> None:
         if request.ticket:

@@ -7,7 +7,7 @@ the last grant (lingering). How far prefill has come (`valid`, `sealed`) is apar
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import TYPE_CHECKING
 
 from kvd.core.context import Context
@@ -37,6 +37,16 @@ class OfferEvent(StrEnum):
     RELEASED = "released"
     LAPSED = "time passed"
     STOPPED = "stopped"
+
+
+class Closing(Enum):
+    """Argument of LAST_CLOSED: how the last grant ended."""
+
+    FAILED = "failed"
+    FETCHED = "fetched"
+    """Others may want it too: with `n` > 1 several requests share one transfer."""
+    FOR_GOOD = "for good"
+    """It was fetched, and its consumer knows of no other."""
 
 
 @dataclass(slots=True, eq=False)
@@ -350,9 +360,11 @@ def _grant_opened(offers: Offers, offer: Offer, _: object) -> OfferState:
     return OfferState.SERVING
 
 
-@OFFERS.on(OfferState.SERVING, OfferEvent.LAST_CLOSED, OfferState.LINGERING)
-def _last_closed(offers: Offers, offer: Offer, failed: bool) -> OfferState:
-    offers.hold_until(offer, offers.linger_until(offer, failed))
+@OFFERS.on(OfferState.SERVING, OfferEvent.LAST_CLOSED, OfferState.LINGERING, OfferState.ENDED)
+def _last_closed(offers: Offers, offer: Offer, closing: Closing) -> OfferState:
+    if closing is Closing.FOR_GOOD:
+        return offers.finish(offer, Stop(Code.RELEASED))
+    offers.hold_until(offer, offers.linger_until(offer, closing is Closing.FAILED))
     return OfferState.LINGERING
 
 

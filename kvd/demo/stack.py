@@ -26,9 +26,6 @@ Mode = Literal["pull", "stream", "mooncake"]
 """Decode is asked after prefill has ended, or ("stream") at the same moment. "mooncake" is after,
 by a router that knows prefill's bootstrap service instead of prefill's answer."""
 
-STREAM_CONFIG = {"release_linger_s": "0.3"}
-"""vLLM steps an engine without a pause while it holds blocks of finished requests. Where engines
-share a few cores that keeps decode from hearing of the next request while prefill computes it."""
 ENGINE_START_S = 900.0
 ROUTER_START_S = 60.0
 REGISTER_S = 60.0
@@ -62,7 +59,7 @@ class Stack:
     ) -> None:
         self.narrator = narrator
         self.mode: Mode = mode
-        self.config = {**(STREAM_CONFIG if mode == "stream" else {}), **config}
+        self.config = dict(config)
         self.policy: Policy = policy
         self.shape = ModelShape()
         self.children = Children()

@@ -92,12 +92,14 @@ class FetchGot(PeerMessage, frozen=True):
 class FetchClose(PeerMessage, frozen=True):
     """The consumer is done with a fetch, one way or the other: its `code`, and bytes received.
 
-    Sent only when the consumer's daemon reads nothing of it any more.
+    Sent only when the consumer's daemon reads nothing of it any more. `sole` (since 1.4): no other
+    fetch of this transfer will come.
     """
 
     fetch_id: Id
     code: str
     nbytes: U63
+    sole: bool = False
 
 
 class PeerRelease(PeerMessage, frozen=True):

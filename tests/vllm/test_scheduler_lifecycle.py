@@ -5,10 +5,13 @@ Runs on the installed vLLM, and again on 0.20.1 (see test_scheduler_0_20_1.py).
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import RequestStatus
 
 from connector_shim.errors import ClientError
@@ -45,6 +48,24 @@ def test_remote_prefill(make: MakeEngine) -> None:
     assert len(request.output_token_ids) == 4
     assert engine.is_empty()
     assert engine.client.names().count("fetch") == 1
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_producer_is_told_whether_siblings_fetch_too(make: MakeEngine, n: int) -> None:
+    """vLLM gives a request with n > 1 to the scheduler as n requests, of which it tells no more."""
+    engine = make()
+    asked = SimpleNamespace(
+        request_id="cmpl-12_7-0",
+        external_req_id="cmpl-12_7-0",
+        params=SamplingParams(n=n),
+        sampling_params=SamplingParams(n=n),
+    )
+    parent = ParentRequest(cast(Any, asked))
+    ids = [parent.get_child_info(i)[0] for i in range(n)] if n > 1 else [asked.request_id]
+    for req_id in ids:
+        engine.add(req_id, PROMPT, remote_params())
+    engine.step()
+    assert [fetch["sole"] for fetch in engine.client.fetched.values()] == [n == 1] * n
 
 
 @pytest.mark.parametrize("held", [39, 40, 41, 48, 200])

@@ -190,6 +190,7 @@ class Engine:
         deadline_s: float = 15.0,
         park_s: float = 5.0,
         prompt: str | None = None,
+        sole: bool = False,
     ) -> str:
         """`blocks` for tokens `[start, tokens)`; returns the fetch's id."""
         end = start + len(blocks) * BLOCK_SIZE if tokens is None else tokens
@@ -204,6 +205,7 @@ class Engine:
             generation=generation,
             deadline_s=deadline_s,
             park_s=park_s,
+            sole=sole,
         )
 
     def finish(self, fetch_id: str, timeout: float = TIMEOUT_S) -> local.FetchDone:

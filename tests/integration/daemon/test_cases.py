@@ -15,7 +15,7 @@ from kvd.protocol import local
 from kvd.protocol.codes import Code
 from kvd.protocol.types import PeerAddr, Rank
 from tests.conftest import wait_for
-from tests.integration.daemon.conftest import Pair
+from tests.integration.daemon.conftest import Pair, Site
 from tests.integration.daemon.engine import BLOCK_SIZE, Engine
 
 
@@ -50,6 +50,25 @@ def test_an_unknown_transfer_is_answered_at_once(pair: Pair) -> None:
     assert consumer.wrong(4, {}) == 0
     assert producer.offers() == 1
     wait_for(as_before, what="and no more is")
+
+
+def test_a_producer_is_free_once_the_only_fetch_has_come_through(site: Site) -> None:
+    settings = {"release_linger_s": 600.0}
+    p, d = site.daemon("p", **settings), site.daemon("d", **settings)
+    producer, consumer = site.engine(p, "p", seed=4), site.engine(d, "d")
+    how: dict[str, Any] = {"remote": producer.up(), "engine_id": "p"}
+    consumer.up()
+    producer.offer("shared", [1])
+    producer.offer("T", [2])
+    assert consumer.fetch("shared", [4], **how).code == Code.OK
+    assert consumer.fetch("T", [5], sole=True, **how).code == Code.OK
+    producer.wait(lambda: producer.seen(local.OfferEnded), "the end of the one")
+    assert [(e.transfer_id, e.reason) for e in producer.seen(local.OfferEnded)] == [
+        ("T", Code.RELEASED)
+    ]
+    assert producer.offers() == 1
+    assert consumer.fetch("shared", [6], **how).code == Code.OK
+    assert consumer.wrong(4, {4: 1, 5: 2, 6: 1}) == 0
 
 
 def test_nothing_to_fetch_frees_the_producer_and_is_told_once(pair: Pair) -> None:

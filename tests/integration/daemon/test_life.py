@@ -57,7 +57,9 @@ def test_a_consumer_may_ask_a_daemon_that_starts_later(site: Site) -> None:
     producer = site.engine(p, "producer", seed=6)
     assert producer.up() == remote
     producer.offer("t", [4])
-    wait_for(lambda: consumer.fetch("t", [1], park_s=0.0, **how).code == Code.OK, 20.0, what="it moves")
+    wait_for(
+        lambda: consumer.fetch("t", [1], park_s=0.0, **how).code == Code.OK, 20.0, what="it moves"
+    )
     assert consumer.wrong(6, {1: 4}) == 0
 
 

@@ -79,9 +79,9 @@ def daemon(supervisor: Supervisor, tmp_run_dir: Path) -> Iterator[Process]:
     made.stop()
 
 
-def health(folder: Path) -> str:
+def get(folder: Path, path: str) -> str:
     at = json.loads((folder / "p.json").read_text())["metrics"]
-    with urllib.request.urlopen(f"http://{at}/healthz", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{at}{path}", timeout=10) as answer:
         return str(answer.read().decode())
 
 
@@ -96,18 +96,20 @@ def test_the_whole_life(
     try:
         engine.up()
         supervisor.hears(lambda m: m == "WATCHDOG=1", "WATCHDOG")
-        assert '"healthy": true' in health(tmp_run_dir)
+        assert '"healthy": true' in get(tmp_run_dir, "/healthz")
 
         daemon.kill(signal.SIGUSR1)
         supervisor.hears(lambda m: "hangs" in m, "which thread hangs")
         assert "STATUS=kvd-copy-" in supervisor.said[-1]
         assert "WATCHDOG=1" not in supervisor.hear(QUIET_S)
         # It is the thread alone: the loop goes on.
-        assert '"healthy": true' in health(tmp_run_dir), "healthz gives it longer"
+        assert '"healthy": true' in get(tmp_run_dir, "/healthz"), "healthz gives it longer"
         daemon.kill(signal.SIGUSR2)
         supervisor.hears(lambda m: m == "WATCHDOG=1", "WATCHDOG again")
 
         engine.offer("t", [1])
+        offered = 'kvd_open_offers{state="leased"} 1.0'
+        wait_for(lambda: offered in get(tmp_run_dir, "/metrics"), what="the offer is there")
         daemon.kill(signal.SIGTERM)
         draining = supervisor.hears(lambda m: "draining" in m, "that it drains")
         assert "EXTEND_TIMEOUT_USEC=10000000\n" in draining

@@ -166,6 +166,7 @@ class Engine:
         prompt: str = "",
         go: bool = True,
         whole: bool = True,
+        sole: bool = False,
     ) -> list[list[int]]:
         """`whole`: in one message, unless `go` is to come later."""
         need = -(-end // BLOCK) - start // BLOCK
@@ -185,6 +186,7 @@ class Engine:
                 deadline_s=deadline,
                 park_s=park,
                 blocks=[pack(list(ids)) for ids in blocks] if whole else None,
+                sole=sole,
             )
         )
         for group, ids in enumerate(blocks):

@@ -32,6 +32,19 @@ def test_a_finished_prefill_is_pulled_whole(
     assert consumer.node.recorded("fetch_done")[0]["nbytes"] == done.nbytes
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_only_fetch_frees_its_producer(
+    world: World, producer: Engine, consumer: Engine, whole: bool
+) -> None:
+    for transfer, sole in (("T", False), ("U", True)):
+        producer.offer(transfer, tokens=40)
+        consumer.fetch(transfer, transfer, producer, end=40, sole=sole, whole=whole)
+        world.settle()
+        assert consumer.done(transfer).code == "ok"
+    assert producer.ended("T") == []
+    assert producer.ended("U") == [(1, "released")]
+
+
 def test_blocks_are_matched_by_position(world: World, producer: Engine, consumer: Engine) -> None:
     producer.offer("T", tokens=70, blocks=[[9, 8, 7, 6, 5]])
     consumer.fetch("f", "T", producer, start=32, end=64, blocks=[[1, 0]])

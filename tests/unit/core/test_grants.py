@@ -13,6 +13,7 @@ from kvd.protocol.codes import Code
 from kvd.protocol.types import Stages, Watermark
 from tests.unit.core.consumer_daemon import Daemon, code_of, granted
 from tests.unit.core.engine import NBYTES, Engine
+from tests.unit.core.fetching import streamed
 from tests.unit.core.world import World
 
 
@@ -250,6 +251,43 @@ def test_open_grants_hold_an_offer_and_then_it_lingers(
     daemon.say(peer.FetchClose("h", "ok", 1))
     world.advance(2.1)
     assert producer.ended("T") == [(1, "released")]
+
+
+def test_what_nobody_else_wants_is_held_until_it_was_fetched_and_no_longer(
+    producer: Engine, daemon: Daemon
+) -> None:
+    producer.offer("T", tokens=32, lease=10.0)
+    daemon.ask("f", "T", 0, 32)
+    daemon.ask("g", "T", 0, 32)
+    # Whatever its consumer says: it is not taken from one who reads.
+    daemon.say(peer.FetchClose("f", "ok", 1, sole=True))
+    assert producer.ended("T") == []
+    daemon.say(peer.FetchClose("g", "ok", 1, sole=True))
+    assert producer.ended("T") == [(1, "released")]
+    assert code_of(daemon.ask("h", "T", 0, 32, park=9)) == "released"
+
+
+def test_a_stream_may_be_fetched_whole_before_it_is_sealed(
+    producer: Engine, daemon: Daemon
+) -> None:
+    streamed(producer, "T", 32)
+    producer.say(local.Extend("T", 1, 32))
+    daemon.ask("f", "T", 0, 32)
+    daemon.say(peer.FetchClose("f", "ok", 1, sole=True))
+    assert producer.ended("T") == [(1, "released")]
+    # The shim has not heard of the end yet.
+    producer.say(local.Seal("T", 1, 32))
+    assert producer.ended("T") == [(1, "released")]
+
+
+def test_a_fetch_that_failed_is_tried_again_though_it_was_the_only_one(
+    producer: Engine, daemon: Daemon
+) -> None:
+    producer.offer("T", tokens=32, lease=10.0)
+    daemon.ask("f", "T", 0, 32)
+    daemon.say(peer.FetchClose("f", "transport_error", 5, sole=True))
+    assert producer.ended("T") == []
+    assert isinstance(daemon.ask("g", "T", 0, 32)[0], peer.Grant)
 
 
 def test_a_failed_fetch_leaves_the_lease_to_another_try(

@@ -279,6 +279,7 @@ class TwoDaemons(RuleBasedStateMachine):
         wrong_prompt=st.sampled_from([False] * 9 + [True]),
         nulls=st.booleans(),
         whole=st.booleans(),
+        sole=st.booleans(),
     )
     def fetch(self, transfer: str, **want: Any) -> None:
         self.wish(transfer, **want)
@@ -297,6 +298,7 @@ class TwoDaemons(RuleBasedStateMachine):
         wrong_prompt: bool,
         nulls: bool,
         whole: bool = True,
+        sole: bool,
     ) -> None:
         live = list(self.offers.values())
         first = start * BLOCK
@@ -328,6 +330,7 @@ class TwoDaemons(RuleBasedStateMachine):
             deadline=deadline,
             prompt="another" if wrong_prompt else transfer,
             whole=whole,
+            sole=sole,
         )
         if settle:
             self.world.settle()
@@ -368,9 +371,10 @@ class TwoDaemons(RuleBasedStateMachine):
         early=st.booleans(),
         share=st.floats(0, 1),
         named=st.sampled_from([None, None, 0]),
+        sole=st.booleans(),
     )
     def stream(
-        self, transfer: str, tokens: int, early: bool, share: float, named: int | None
+        self, transfer: str, tokens: int, early: bool, share: float, named: int | None, sole: bool
     ) -> None:
         """A prefill that is fetched while it runs, asked for before or after it started."""
         self.link_heals()
@@ -383,6 +387,7 @@ class TwoDaemons(RuleBasedStateMachine):
             "deadline": 15.0,
             "wrong_prompt": False,
             "nulls": False,
+            "sole": sole,
         }
         if early:
             self.wish(transfer, named=1 if named == 0 else None, **want)

@@ -90,6 +90,27 @@ def test_the_fetch_by_position() -> None:
     assert half.get_num_new_matched_tokens(request, 0) == (0, False), "asked for once only"
 
 
+@pytest.mark.parametrize(
+    ("req_id", "sole"),
+    [
+        ("cmpl-5f1e-0", True),
+        ("cmpl-1_2-0", True),
+        ("resp_1", True),
+        ("_1", True),
+        ("7", True),
+        ("0_cmpl-5f1e-0", False),
+        ("12_chatcmpl-5f1e", False),
+    ],
+)
+def test_a_request_that_has_siblings_leaves_the_transfer_to_them(req_id: str, sole: bool) -> None:
+    half = scheduler_half()
+    request = Request(request_id=req_id, params=remote_params())
+    assert half.get_num_new_matched_tokens(request, 16) == (24, True)
+    half.update_state_after_alloc(request, Blocks((table(5, 6, 7, hashed=1),)), 24)
+    (job,) = half.take_jobs().fetches
+    assert job.sole is sole
+
+
 def test_everything_that_changes_kv_is_in_the_digest() -> None:
     half = scheduler_half()
     digests = set()

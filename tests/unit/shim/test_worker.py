@@ -84,7 +84,7 @@ def offer(req_id: str = "p-1", generation: int = 5) -> OfferJob:
 
 def test_a_fetch_in_full() -> None:
     bench = Bench(rank=Rank(tp_rank=1, tp_size=2), fetch_deadline_s=9.0, park_s=3.0).start()
-    assert bench.step(fetches=(fetch(traceparent="00-aa"),)) == Drained()
+    assert bench.step(fetches=(fetch(traceparent="00-aa", sole=True),)) == Drained()
     (fetch_id,) = bench.client.fetched
     assert fetch_id == "f-d-1.0.1", "ranks that share a daemon must not share ids"
     assert bench.client.fetched[fetch_id] == {
@@ -100,6 +100,7 @@ def test_a_fetch_in_full() -> None:
         "park_s": 3.0,
         "fetch_id": fetch_id,
         "traceparent": "00-aa",
+        "sole": True,
     }
     bench.clock.now += 0.25
     bench.client.end_fetch(fetch_id)

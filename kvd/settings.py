@@ -246,11 +246,7 @@ class Settings(GpuSettings):
 
     # --- limits of the core
     release_linger_s: float = _core(
-        "release_linger_s",
-        "an offer that several requests may share outlives its last fetch by this",
-        unit="s",
-        ge=0,
-        le=600,
+        "release_linger_s", "a shared offer outlives its last fetch by this", unit="s", ge=0, le=600
     )
     lease_max_s: float = _core(
         "lease_max_s",

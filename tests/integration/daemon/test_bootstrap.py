@@ -57,12 +57,14 @@ def test_an_engine_that_restarted_is_found_by_its_old_name(site: Site) -> None:
     producer.up()
     consumer = site.engine(d, "engine-d")
     consumer.up()
+    alone = d.metric("kvd_mapped_bytes")
     producer.offer("first", [1])
     assert fetch(consumer, "first", at, "engine-p-1", 5) == (Code.OK, 0)
 
     # The engine restarts, and gets a new id; the router goes on naming the old one.
     producer.close()
     wait_for(lambda: query(at) == {}, what="the old engine is gone")
+    wait_for(lambda: d.metric("kvd_mapped_bytes") == alone, what="its reader knows it")
     producer = site.engine(p, "engine-p-2", seed=4)
     producer.up()
     producer.offer("second", [1])

@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.error
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,10 @@ def test_a_consumer_may_ask_a_daemon_that_starts_later(site: Site) -> None:
     assert consumer.wrong(6, {1: 4}) == 0
 
 
+def has_served(daemon: Daemon) -> bool:
+    return daemon.metric("kvd_served_fetches_total", code="ok") == 1
+
+
 def test_daemons_restart_between_two_transfers(site: Site) -> None:
     p, d = site.daemon("p"), site.daemon("d")
     producer, consumer = site.engine(p, "producer", seed=6), site.engine(d, "consumer")
@@ -78,6 +83,7 @@ def test_daemons_restart_between_two_transfers(site: Site) -> None:
 
         wait_for(moved, 20.0, what=f"transfer {number}")
         if number == 0:
+            wait_for(partial(has_served, p), what="p knows that it was fetched")
             d.kill(signal.SIGTERM)
             assert d.wait() == 0
             d = site.daemon("d")

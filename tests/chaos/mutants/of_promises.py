@@ -24,7 +24,7 @@ IDS = (
                 "if offer is not None:",
             ),
         ),
-        f"{CORE}/test_grants.py::test_generations_that_are_asked_for",
+        f"{CORE}/test_grant_ends.py::test_generations_that_are_asked_for",
     ),
     Mutant(
         "the consumer takes whatever generation is granted",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
     root = Path(tempfile.mkdtemp(prefix="kvdt-", dir="/tmp"))
     config.stash[RUN_ROOT] = root
     leaks.start(config, root)
+    # A shell that starts the suite in the background has it, and all that it starts, ignore Ctrl-C.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # A user's own settings must not reach the daemons under test.
     for name in [n for n in os.environ if n.startswith("KVD_") and n[4:8] != "TEST"]:
         del os.environ[name]

@@ -405,7 +405,7 @@ def test_a_bad_setting_is_refused_before_anything_starts(
     [
         ("kvd demo", signal.SIGINT),
         ("two daemons are up", signal.SIGINT),
-        ("starting the worker", signal.SIGTERM),
+        ("starting the engine core", signal.SIGTERM),
     ],
     ids=["at once", "with daemons", "with engines"],
 )

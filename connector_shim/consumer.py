@@ -40,8 +40,9 @@ class ConsumerCalls(Calls):
 
         `blocks[g][0]` is group g's block that holds token `start`; `remote` is the producer's
         daemon, `engine_id` the producer. The blocks belong to the daemon until FetchDone. With
-        `sole` the producer's blocks are free once they were fetched: nobody else may want them.
-        Otherwise they are held for `release_linger_s` of its daemon's. Raises
+        `sole`, for who knows of no other fetch of this transfer, the producer's blocks are free
+        once this one has come through. Otherwise its daemon holds them for `release_linger_s`,
+        for other fetches to come. Raises
         ClientError and changes nothing: DAEMON_GONE, DRAINING, NOT_REGISTERED, OVERLOADED,
         DUPLICATE, BAD_MEMORY, BAD_MESSAGE.
         """

@@ -67,7 +67,7 @@ class FetchJob:
     traceparent: str = ""
     """W3C trace context of the request, where vLLM was given one."""
     sole: bool = False
-    """No other request of this engine fetches the transfer."""
+    """This engine knows of no other request that fetches the transfer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ that helps (`lease_max_s`).
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable
 
 from connector_shim.jobs import RenewJob
@@ -27,6 +28,8 @@ class Renewals:
         self._lease_s = lease_s
         self._clock = clock
         self._waiting: dict[str, RemotePrefill] = {}
+        self._transfers: Counter[tuple[str, str]] = Counter()
+        """How many wait for each (engine, transfer)."""
         self._due: list[tuple[float, str]] = []
         """A heap. An entry counts only if its request still waits."""
 
@@ -37,11 +40,22 @@ class Renewals:
         """A request waits that will need this KV. Again for the same request does nothing."""
         if req_id not in self._waiting:
             self._waiting[req_id] = remote
+            self._transfers[remote.engine_id, remote.transfer_id] += 1
             self._plan(req_id, remote)
 
     def drop(self, req_id: str) -> None:
         """Its turn has come, or it is over."""
-        self._waiting.pop(req_id, None)
+        remote = self._waiting.pop(req_id, None)
+        if remote is None:
+            return
+        key = (remote.engine_id, remote.transfer_id)
+        self._transfers[key] -= 1
+        if not self._transfers[key]:
+            del self._transfers[key]
+
+    def waited_for(self, engine_id: str, transfer_id: str) -> bool:
+        """Whether a request that waits will need this transfer."""
+        return (engine_id, transfer_id) in self._transfers
 
     def take(self) -> list[RenewJob]:
         """What is to be renewed in this step."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from connector_shim.daemons import DaemonStates
@@ -343,7 +344,7 @@ class SchedulerHalf:
         opens, steps, revokes, finishes = self._streams.take()
         jobs = StepJobs(
             seq=self._seq,
-            fetches=tuple(self._fetches),
+            fetches=tuple(map(self._shared_or_sole, self._fetches)),
             offers=tuple(self._offers),
             cancels=tuple(self._cancels),
             releases=tuple(self._releases),
@@ -360,6 +361,12 @@ class SchedulerHalf:
         self._releases.clear()
         self._revoke_all = False
         return jobs
+
+    def _shared_or_sole(self, job: FetchJob) -> FetchJob:
+        """Others may wait for the same transfer: prompts that came in one list, for example."""
+        if job.sole and self._renewals.waited_for(job.engine_id, job.transfer_id):
+            return replace(job, sole=False)
+        return job
 
     def worker_output(
         self, finished_sending: Iterable[str], finished_recving: Iterable[str]

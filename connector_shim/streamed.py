@@ -65,7 +65,10 @@ class StreamedOffers:
         self._client: OfferCalls | None = None
         self._num_tables = 0
         self._layers: dict[str, int] = {}
+        self._offered: set[StreamKey] = set()
+        """Offers of which the client has not told the end yet."""
         self._open: set[StreamKey] = set()
+        """Those of them that may still grow."""
         self._after_forward: dict[StreamKey, int] = {}
         """Tokens that are valid once the forward of this step has run."""
         self._watched = settings.send_type == "put"
@@ -113,6 +116,7 @@ class StreamedOffers:
             position: job.digests[i * DIGEST_SIZE : (i + 1) * DIGEST_SIZE]
             for i, position in enumerate(unpack_u32(job.positions))
         }
+        self._offered.add(job.key)
         self._open.add(job.key)
         if self._watched:
             self._patient.add(job.key)
@@ -199,18 +203,22 @@ class StreamedOffers:
         if readers and key in self._patient:
             self._reading[key] = tokens
 
-    def ended(self, key: StreamKey) -> None:
-        """There is no such offer any more."""
-        self._reading.pop(key, None)
-        self._patient.discard(key)
+    def ended(self, key: StreamKey) -> bool:
+        """There is no such offer any more. True if it was one of these, and this was not known."""
+        self._open.discard(key)
+        self.stop_waiting(key)
+        known = key in self._offered
+        self._offered.discard(key)
+        return known
 
     def unread(self) -> list[StreamKey]:
         """Offers of which this step's part has not reached all who fetch it."""
         return [key for key, tokens in self._due.items() if self._reading.get(key, tokens) < tokens]
 
     def stop_waiting(self, key: StreamKey) -> None:
-        """Its readers are too slow: no later step waits for them either."""
-        self.ended(key)
+        """Its readers are gone, or too slow: no later step waits for them either."""
+        self._reading.pop(key, None)
+        self._patient.discard(key)
 
     def _extend(self, key: StreamKey, tokens: int, first_layer: int, num_layers: int) -> None:
         self._guarded(
@@ -233,9 +241,11 @@ class StreamedOffers:
         except ClientError as error:
             self._tally.note(f"{what}_{error.code}", error.detail)
             alive = False
-            if what in ("extend", "seal"):
+            if what == "offer":
+                self._offered.discard(key)
+            elif what in ("extend", "seal"):
                 client.revoke(*key)
         if not alive:
             self._open.discard(key)
-            self.ended(key)
+            self.stop_waiting(key)
         return alive

@@ -398,8 +398,9 @@ class WorkerHalf:
             case FetchDone():
                 self._fetch_done(event)
             case OfferEnded(transfer_id=transfer_id, generation=generation, reason=reason):
-                self._streaming.ended((transfer_id, generation))
-                if self.reports.hold_ended((transfer_id, generation)):
+                # A stream can be fetched whole, and be over, before its request has finished.
+                streamed = self._streaming.ended((transfer_id, generation))
+                if self.reports.hold_ended((transfer_id, generation)) or streamed:
                     self.stats.offer_ended(reason)
                 else:
                     self.tally.note("late_offer_end", f"{transfer_id!r} {reason}", logging.DEBUG)

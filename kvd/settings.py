@@ -246,7 +246,7 @@ class Settings(GpuSettings):
 
     # --- limits of the core
     release_linger_s: float = _core(
-        "release_linger_s", "a shared offer outlives its last fetch by this", unit="s", ge=0, le=600
+        "release_linger_s", "an offer waits this long for further fetches", unit="s", ge=0, le=600
     )
     lease_max_s: float = _core(
         "lease_max_s",

@@ -159,8 +159,8 @@ class Fetch(LocalMessage, frozen=True):
     `FetchBlocks` follow, and `FetchGo` starts it. `start` is a multiple of the block size; `end`
     too, or the offer's own end. `digest` is the prompt digest at `end`. `generation` None takes
     whatever generation is offered. The clock of `deadline_s` starts when the fetch does; `park_s`
-    is how long an unknown transfer is waited for. `sole` (since 1.4): nobody else will fetch this
-    transfer, so that its producer need not hold it for others once this fetch has come through.
+    is how long an unknown transfer is waited for. `sole` (since 1.4): the consumer knows of no
+    other fetch of this transfer, so its producer need not hold it once this one has come through.
     """
 
     fetch_id: Id

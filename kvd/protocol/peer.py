@@ -92,8 +92,8 @@ class FetchGot(PeerMessage, frozen=True):
 class FetchClose(PeerMessage, frozen=True):
     """The consumer is done with a fetch, one way or the other: its `code`, and bytes received.
 
-    Sent only when the consumer's daemon reads nothing of it any more. `sole` (since 1.4): no other
-    fetch of this transfer will come.
+    Sent only when the consumer's daemon reads nothing of it any more. `sole` (since 1.4): the
+    consumer knows of no other fetch of this transfer.
     """
 
     fetch_id: Id

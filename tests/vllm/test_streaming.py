@@ -130,6 +130,19 @@ def test_an_offer_that_ended_early_holds_nothing(make: MakeEngine) -> None:
     assert engine.is_empty()
 
 
+def test_an_offer_that_was_fetched_before_its_request_ended_holds_nothing(
+    make: MakeEngine,
+) -> None:
+    engine = make(max_tokens_per_step=4096)
+    engine.add("p-1", PROMPT, dict(WANTED), max_tokens=1)
+    engine.step()
+    engine.client.end_offer(*the_offer(engine)[0], Code.RELEASED)
+    engine.run()
+    for _ in range(4):
+        engine.step()
+    assert engine.is_empty()
+
+
 def test_preemption_revokes_first_and_resumes_as_a_new_generation(make: MakeEngine) -> None:
     engine = make(num_blocks=8, max_num_seqs=2, max_held_fraction=1)
     first = engine.add("p-1", PROMPT[:30], None, max_tokens=40)

@@ -145,7 +145,13 @@ def describe(client: Client, *, groups: int = 1) -> None:
     mapping.close()
 
 
-def fetch(client: Client, transfer_id: str = "t", blocks: tuple[int, ...] = (1, 2)) -> str:
+def fetch(
+    client: Client,
+    transfer_id: str = "t",
+    blocks: tuple[int, ...] = (1, 2),
+    *,
+    sole: bool = False,
+) -> str:
     return client.fetch(
         transfer_id,
         remote=REMOTE,
@@ -156,6 +162,7 @@ def fetch(client: Client, transfer_id: str = "t", blocks: tuple[int, ...] = (1, 
         digest=DIGEST,
         deadline_s=5.0,
         park_s=1.0,
+        sole=sole,
     )
 
 

@@ -145,12 +145,15 @@ def test_long_lists_are_split_into_frames(path: os.PathLike[str], daemon: FakeDa
         assert [part.first for part in parts] == [0, 8192, 16384]
 
 
-def test_a_fetch_is_told_when_the_daemon_says_so(up: Client, daemon: FakeDaemon) -> None:
-    fetch_id = fetch(up, blocks=(4, 9))
+@pytest.mark.parametrize("sole", [False, True])
+def test_a_fetch_is_told_when_the_daemon_says_so(
+    up: Client, daemon: FakeDaemon, sole: bool
+) -> None:
+    fetch_id = fetch(up, blocks=(4, 9), sole=sole)
     (asked,) = daemon.read()
     assert isinstance(asked, local.Fetch)
     assert (asked.fetch_id, asked.remote, asked.engine_id) == (fetch_id, REMOTE, "producer")
-    assert (asked.start, asked.end, asked.generation) == (0, 32, None)
+    assert (asked.start, asked.end, asked.generation, asked.sole) == (0, 32, None, sole)
     assert asked.blocks is not None
     assert [words(blocks) for blocks in asked.blocks] == [[4, 9]]
     assert up.poll() == []

@@ -59,6 +59,18 @@ def test_open_grants_hold_an_offer_and_then_it_lingers(
     assert producer.ended("T") == [(1, "released")]
 
 
+def test_what_others_may_want_is_held_for_a_while_and_not_for_its_lease(
+    world: World, producer: Engine, daemon: Daemon
+) -> None:
+    producer.offer("T", tokens=32, lease=30.0)
+    daemon.ask("f", "T", 0, 32)
+    daemon.say(peer.FetchClose("f", "ok", 1))
+    world.advance(CoreConfig().release_linger_s - 0.1)
+    assert producer.ended("T") == []
+    world.advance(0.2)
+    assert producer.ended("T") == [(1, "released")]
+
+
 def test_what_nobody_else_wants_is_held_until_it_was_fetched_and_no_longer(
     producer: Engine, daemon: Daemon
 ) -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from connector_shim.events import Down
-from connector_shim.jobs import FinishJob, StepJobs, StreamOpen, StreamStep, pack_blocks, pack_u32
+from connector_shim.jobs import (
+    Drained,
+    FinishJob,
+    StepJobs,
+    StreamOpen,
+    StreamStep,
+    pack_blocks,
+    pack_u32,
+)
 from connector_shim.settings import ShimSettings
 from connector_shim.worker import WorkerHalf
 from kvd.protocol.codes import Code
@@ -52,6 +60,29 @@ class Bench:
 def test_an_offer_is_watched_only_where_steps_wait() -> None:
     assert Bench("put").client.offered[KEY]["watched"] is True
     assert Bench("put_async").client.offered[KEY]["watched"] is False
+
+
+@pytest.mark.parametrize("fetched", ["before the request ends", "with its last step", "after"])
+def test_the_end_of_a_stream_is_counted_once_and_frees_its_blocks_once(fetched: str) -> None:
+    bench = Bench("put_async")
+    bench.step(48)
+    if fetched == "before the request ends":
+        bench.client.end_offer(*KEY)
+        assert bench.worker.drain() == Drained(), "the request still has its blocks"
+    elif fetched == "with its last step":
+        bench.client.end_offer(*KEY)
+    bench.step(48, finish=True)
+    if fetched == "after":
+        assert bench.worker.drain() == Drained()
+        bench.client.end_offer(*KEY)
+    bench.step(0)
+    assert bench.worker.drain().sending == {"r"}
+    bench.step(0)
+    assert bench.worker.drain() == Drained()
+    counted = bench.worker.stats.take()
+    assert counted is not None
+    assert counted["offers"] == {"released": 1}
+    assert bench.worker.tally.counts == {}
 
 
 def test_a_step_that_nobody_reads_does_not_wait() -> None:

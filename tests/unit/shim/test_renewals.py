@@ -46,6 +46,30 @@ def test_the_job_says_whom_to_tell_what() -> None:
     assert job == RenewJob("t-1", 77, "engine-p", (((0, 0), ("10.0.0.2", 7001)),), None)
 
 
+def test_a_transfer_for_which_others_wait_is_left_to_them() -> None:
+    half = scheduler_half()
+    requests = [waiting(f"cmpl-x-{i}") for i in range(3)]
+    for request in requests:
+        half.on_new_request(request)
+    soles = []
+    for request in requests:
+        assert half.get_num_new_matched_tokens(request, 0) == (40, True)
+        half.update_state_after_alloc(request, Blocks((table(5, 6, 7),)), 40)
+        (job,) = half.take_jobs().fetches
+        soles.append(job.sole)
+    assert soles == [False, False, True]
+    # Of another transfer, or another engine's, they may be as many as they like.
+    half.on_new_request(waiting("other", remote_engine_id="engine-q"))
+    half.on_new_request(waiting("late"))
+    last = waiting("last")
+    half.on_new_request(last)
+    half.request_finished(Request(request_id="late", params={}), ())
+    half.get_num_new_matched_tokens(last, 0)
+    half.update_state_after_alloc(last, Blocks((table(5, 6, 7),)), 40)
+    (job,) = half.take_jobs().fetches
+    assert job.sole
+
+
 def test_a_producer_that_names_no_lease_has_ours() -> None:
     clock = Clock()
     half = scheduler_half(clock=clock, lease_s=6.0)

@@ -288,6 +288,7 @@ class ChaosEngine:
                 digest=digest(("?" if plan["misled"] else "") + plan["tid"], end),
                 deadline_s=plan["deadline_s"],
                 park_s=plan["park_s"],
+                sole=plan["sole"],
             )
         except ClientError as exc:
             self.give_up(blocks)

@@ -92,6 +92,7 @@ class Run:
                 park_s=fetch.park_s,
                 misled=fetch.misled,
                 release=fetch.release,
+                sole=len(wanted) == 1,
             )
 
     def _ended(self, tid: str, consumer: str) -> None:

@@ -29,6 +29,10 @@ class Ports:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives all of them back."""
         for held in self._held:
             held.close()
 

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kvd.demo.ports import Ports
 from tests.chaos.namespaces import Cable
 from tests.chaos.proxy import LossyProxy
 from tests.integration.daemon.harness import Daemon, Process
@@ -52,7 +53,9 @@ KILLABLE = ("pk", "dk")
 class Keeper:
     """A daemon that is started again, where it was, whenever it has ended."""
 
-    def __init__(self, name: str, folder: Path, transport: str, cable: Cable | None) -> None:
+    def __init__(
+        self, name: str, folder: Path, transport: str, cable: Cable | None, ports: Ports
+    ) -> None:
         self.name = name
         self.steady = name not in KILLABLE
         self.stopped = False
@@ -72,6 +75,11 @@ class Keeper:
                 "allow_peers": cable.network,
                 "insecure": "true",
             }
+        else:
+            # While it is dead, the kernel could give a port of its own range to a connection.
+            self._settings["listen"] = f"127.0.0.1:{ports.reserve()}"
+            if transport == "tcp":
+                self._settings["data_listen"] = f"127.0.0.1:{ports.reserve()}"
         self.daemon = self._start()
 
     def _start(self) -> Daemon:
@@ -191,11 +199,12 @@ class Site:
         """What `stall`s and `heal`s. A proxy carries only what goes to `ps`, a cable all."""
         self.selector = selectors.DefaultSelector()
         self._first_number = first_number
+        self._ports = Ports()
         try:
             cable = Cable(first_number) if namespaces else None
             self.network = cable
             for name in DAEMONS:
-                self.daemons[name] = Keeper(name, folder, transport, cable)
+                self.daemons[name] = Keeper(name, folder, transport, cable, self._ports)
             self.remotes: dict[str, tuple[str, int]] = {}
             for name, keeper in self.daemons.items():
                 host, ports = keeper.keep_address()
@@ -243,6 +252,7 @@ class Site:
             keeper.daemon.stop()
         if self.network is not None:
             self.network.close()
+        self._ports.close()
         self.selector.close()
 
     def logs(self) -> str:

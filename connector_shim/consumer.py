@@ -42,9 +42,8 @@ class ConsumerCalls(Calls):
         daemon, `engine_id` the producer. The blocks belong to the daemon until FetchDone. With
         `sole`, for who knows of no other fetch of this transfer, the producer's blocks are free
         once this one has come through. Otherwise its daemon holds them for `release_linger_s`,
-        for other fetches to come. Raises
-        ClientError and changes nothing: DAEMON_GONE, DRAINING, NOT_REGISTERED, OVERLOADED,
-        DUPLICATE, BAD_MEMORY, BAD_MESSAGE.
+        for other fetches to come. Raises ClientError and changes nothing: DAEMON_GONE, DRAINING,
+        NOT_REGISTERED, OVERLOADED, DUPLICATE, BAD_MEMORY, BAD_MESSAGE.
         """
         self._check_usable()
         packed = self._pack(blocks)

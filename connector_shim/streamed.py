@@ -116,11 +116,7 @@ class StreamedOffers:
             position: job.digests[i * DIGEST_SIZE : (i + 1) * DIGEST_SIZE]
             for i, position in enumerate(unpack_u32(job.positions))
         }
-        self._offered.add(job.key)
-        self._open.add(job.key)
-        if self._watched:
-            self._patient.add(job.key)
-        self._guarded(
+        alive = self._guarded(
             "offer",
             job.key,
             lambda c, k: c.offer(
@@ -131,6 +127,11 @@ class StreamedOffers:
                 watched=self._watched,
             ),
         )
+        if alive:
+            self._offered.add(job.key)
+            self._open.add(job.key)
+            if self._watched:
+                self._patient.add(job.key)
 
     def _stepped(self, step: StreamStep) -> None:
         if step.key not in self._open:
@@ -241,9 +242,7 @@ class StreamedOffers:
         except ClientError as error:
             self._tally.note(f"{what}_{error.code}", error.detail)
             alive = False
-            if what == "offer":
-                self._offered.discard(key)
-            elif what in ("extend", "seal"):
+            if what in ("extend", "seal"):
                 client.revoke(*key)
         if not alive:
             self._open.discard(key)
